@@ -1,0 +1,409 @@
+"""The load-line search: which concurrency to try next, given what was seen so far. Pure: no clock, no I/O.
+
+The load line is the largest closed-loop concurrency that *held*: in a settled stage the median of running requests
+equals what was offered, waiting averages below half a request (admission takes one engine step; a queue is more),
+nothing was preempted, and requests did not fail. It is refined by bisection between the last stage that held and the
+first that did not, so it is exact to one request.
+
+With a configured limit N the stages are 25, 50, 75 and 100 % of N, then N + k (k = max(2, 10 % of N)): if that holds
+too, the limit is not in effect. The first stage that does not hold sends the search to N itself, to show what
+production would meet there, and then to bisection. Without a limit it doubles from 1.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import fmean, median
+
+from serving.records import Outcome
+
+__all__ = [
+    "BoundBy",
+    "LoadLine",
+    "LoadLineSearch",
+    "StageObservation",
+    "StageSpec",
+    "did_hold",
+    "over_limit",
+]
+
+FAILED = (Outcome.STREAM_ERROR, Outcome.HTTP_ERROR, Outcome.TRUNCATED, Outcome.TIMEOUT)
+"""Outcomes that the server answers for. Cancelled, unfinished and client errors are ours."""
+
+FAILURE_TOLERANCE_RATIO = 0.01
+"""Share of failed requests up to which a stage can still hold: one in a hundred is an incident, not a limit."""
+
+WAITING_TOLERANCE = 0.5
+KV_FULL_RATIO = 0.9
+KV_ROOM_RATIO = 0.7
+GROWTH_TOLERANCE_RATIO = 0.05
+"""Throughput that grows by less than this while concurrency grows by at least a quarter has stopped growing."""
+
+MAX_CEILING = 4096
+
+
+class BoundBy(StrEnum):
+    """What stops the server from running one more request at once."""
+
+    BATCH_SLOTS = "batch_slots"
+    KV_CACHE = "kv_cache"
+    TOKEN_BUDGET = "token_budget"
+    COMPUTE = "compute"
+    GPU_MEMORY = "gpu_memory"
+    ERRORS = "errors"
+    CLIENT = "client"
+    NOT_REACHED = "not_reached"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """A stage to run: `offered` requests in flight, and why."""
+
+    name: str
+    offered: int
+    purpose: str
+    """`ramp`, `limit`, `over`, `double` or `bisect`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageObservation:
+    """What one settled stage showed. Sample tuples hold one value per scrape in the measured window.
+
+    `kv_full_errors` and `out_of_memory_errors` count failed requests whose message the engine's own table reads so;
+    `kv_tokens_needed` is what one more request of this workload asks of the KV cache at admission.
+    """
+
+    offered: int
+    seconds: float
+    running: Sequence[float]
+    waiting: Sequence[float]
+    kv_cache_usage_ratio: Sequence[float] = ()
+    preemptions: int | None = None
+    output_tokens_per_second: float | None = None
+    outcomes: Mapping[Outcome, int] = field(default_factory=dict)
+    kv_full_errors: int = 0
+    out_of_memory_errors: int = 0
+    first_error: str | None = None
+    kv_capacity_tokens: float | None = None
+    kv_tokens_needed: float | None = None
+    client_valid: bool = True
+    server_died: bool = False
+    slo_met: bool | None = None
+
+    @property
+    def running_p50(self) -> float | None:
+        """Median of running requests, or None without samples."""
+        return median(self.running) if self.running else None
+
+    @property
+    def waiting_mean(self) -> float | None:
+        """Mean of waiting requests, or None without samples."""
+        return fmean(self.waiting) if self.waiting else None
+
+    @property
+    def failed(self) -> int:
+        """Requests of this stage that the server failed."""
+        return sum(self.outcomes.get(outcome, 0) for outcome in FAILED)
+
+    @property
+    def failed_ratio(self) -> float:
+        """Failed requests over all requests of this stage that ended."""
+        ended = sum(count for outcome, count in self.outcomes.items() if outcome is not Outcome.UNFINISHED)
+        return self.failed / ended if ended else 0.0
+
+    @property
+    def kv_max(self) -> float | None:
+        """Highest KV-cache usage seen, or None where the engine does not tell."""
+        return max(self.kv_cache_usage_ratio, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLine:
+    """The answer. `measured` is None when nothing held or nothing was measured."""
+
+    configured: int | None
+    measured: int | None
+    bound_by: BoundBy
+    evidence: str
+    next_step: str
+    limit_in_effect: bool | None
+    """False when more than the configured number ran at once; None when that was not tested."""
+    slo_measured: int | None
+    notes: tuple[str, ...] = ()
+
+
+def over_limit(limit: int) -> int:
+    """The stage past the limit: N + max(2, 10 % of N)."""
+    return limit + max(2, math.ceil(limit * 0.1))
+
+
+def did_hold(seen: StageObservation) -> tuple[bool, str]:
+    """Whether the stage held, and in a few words why (not)."""
+    running, waiting = seen.running_p50, seen.waiting_mean
+    if seen.server_died:
+        return False, "the server died"
+    if seen.kv_full_errors:
+        return False, f"{seen.kv_full_errors} requests failed because the KV cache was full"
+    if seen.out_of_memory_errors:
+        return False, f"{seen.out_of_memory_errors} requests failed out of memory"
+    if seen.failed_ratio > FAILURE_TOLERANCE_RATIO:
+        return False, f"{seen.failed} requests failed"
+    if running is None or waiting is None:
+        return False, "no sample of running and waiting requests"
+    if seen.preemptions:
+        return False, f"{seen.preemptions} preemptions"
+    if running < seen.offered:
+        return False, f"{running:g} of {seen.offered} ran at once, {waiting:.1f} waited"
+    if waiting >= WAITING_TOLERANCE:
+        return False, f"{waiting:.1f} requests waited on average"
+    return True, f"{running:g} ran at once, {waiting:.1f} waited"
+
+
+class LoadLineSearch:
+    """Decides the stages. Call `next_stage`, run it, `record` what was seen, until `next_stage` returns None.
+
+    Args:
+        limit: the configured `max_batch_size`, or None to search upwards by doubling.
+        ceiling: the highest concurrency to try when nothing limits the search.
+        slots: the batch limit that the server itself reports, where it does; evidence for `batch_slots`.
+        refine_slo: also bisect for the largest concurrency that meets every SLO.
+
+    Raises:
+        ValueError: a limit or ceiling outside 1..4096.
+    """
+
+    def __init__(
+        self, limit: int | None, *, ceiling: int = 256, slots: int | None = None, refine_slo: bool = False
+    ) -> None:
+        if limit is not None and not 1 <= limit <= MAX_CEILING:
+            raise ValueError(f"limit must be within 1..{MAX_CEILING}, got {limit}")
+        if not 1 <= ceiling <= MAX_CEILING:
+            raise ValueError(f"ceiling must be within 1..{MAX_CEILING}, got {ceiling}")
+        self.limit = limit
+        self.slots = slots
+        self.ceiling = ceiling
+        self.refine_slo = refine_slo
+        self.seen: dict[int, StageObservation] = {}
+        self._stopped = False
+        if limit is None:
+            self._ramp: list[int] = []
+        else:
+            quarters = sorted({max(1, math.ceil(limit * share)) for share in (0.25, 0.5, 0.75, 1.0)})
+            self._ramp = [*quarters, over_limit(limit)]
+
+    def record(self, seen: StageObservation) -> None:
+        """Take in what a stage showed. A repeated stage replaces the earlier one."""
+        self.seen[seen.offered] = seen
+        if seen.server_died or not seen.client_valid:
+            self._stopped = True
+
+    def next_stage(self) -> StageSpec | None:
+        """The next stage to run, or None when the line is known (or cannot be)."""
+        if self._stopped:
+            return None
+        spec = self._climb() or self._bisect()
+        if spec is None and self.refine_slo:
+            spec = self._bisect_slo()
+        return spec
+
+    def stages_left(self) -> int:
+        """Upper bound of the stages still to run, for a progress bar."""
+        if self.next_stage() is None:
+            return 0
+        low, high = self._bracket()
+        ramp = [offered for offered in self._ramp if offered not in self.seen]
+        if high is not None:
+            return max(0, math.ceil(math.log2(max(1, high - low))))
+        bisections = 1
+        if self.limit is not None:
+            bisections = math.ceil(math.log2(max(2, over_limit(self.limit) - self.limit)))
+        return len(ramp) + bisections
+
+    def _climb(self) -> StageSpec | None:
+        if self.limit is None:
+            return self._double()
+        failed = any(not did_hold(seen)[0] for seen in self.seen.values())
+        for offered in self._ramp:
+            if offered in self.seen:
+                continue
+            if failed and offered != self.limit:
+                continue
+            if offered > self.limit:
+                return StageSpec(str(offered), offered, "over")
+            return StageSpec(str(offered), offered, "limit" if offered == self.limit else "ramp")
+        return None
+
+    def _double(self) -> StageSpec | None:
+        if not self.seen:
+            return StageSpec("1", 1, "double")
+        top = max(self.seen)
+        if not did_hold(self.seen[top])[0] or top >= self.ceiling or self._stopped_growing():
+            return None
+        offered = min(top * 2, self.ceiling)
+        return StageSpec(str(offered), offered, "double")
+
+    def _bracket(self) -> tuple[int, int | None]:
+        held = [offered for offered, seen in self.seen.items() if did_hold(seen)[0]]
+        low = max(held, default=0)
+        high = min((offered for offered in self.seen if offered > low), default=None)
+        return low, high
+
+    def _bisect(self) -> StageSpec | None:
+        low, high = self._bracket()
+        if high is None or high - low <= 1:
+            return None
+        offered = (low + high) // 2
+        return StageSpec(str(offered), offered, "bisect")
+
+    def _bisect_slo(self) -> StageSpec | None:
+        met = [o for o, seen in self.seen.items() if did_hold(seen)[0] and seen.slo_met]
+        low = max(met, default=0)
+        missed = [o for o, seen in self.seen.items() if o > low and not (did_hold(seen)[0] and seen.slo_met)]
+        high = min(missed, default=None)
+        if high is None or high - low <= 1:
+            return None
+        offered = (low + high) // 2
+        return StageSpec(str(offered), offered, "bisect")
+
+    def _stopped_growing(self) -> bool:
+        """Whether throughput stopped growing over the two highest steps of concurrency."""
+        points = [(o, self.seen[o].output_tokens_per_second) for o in sorted(self.seen)]
+        rates = [(o, rate) for o, rate in points if rate is not None and did_hold(self.seen[o])[0]]
+        if len(rates) < 3:
+            return False
+        steps = list(zip(rates[-3:], rates[-2:], strict=False))
+        return all(
+            after >= 1.25 * before and rate_after < rate_before * (1 + GROWTH_TOLERANCE_RATIO)
+            for (before, rate_before), (after, rate_after) in steps
+        )
+
+    def result(self) -> LoadLine:
+        """What is known now; also meaningful for a search that was cut short."""
+        low, high = self._bracket()
+        measured = low or None
+        slo = max((o for o, seen in self.seen.items() if did_hold(seen)[0] and seen.slo_met), default=None)
+        beyond = [o for o, seen in self.seen.items() if self.limit is not None and o > self.limit and did_hold(seen)[0]]
+        over_tested = self.limit is not None and any(o > self.limit for o in self.seen)
+        in_effect = (not beyond) if over_tested else None
+        bound_by, evidence, next_step = self._explain(low, high)
+        notes = []
+        unstable = sorted(o for o, seen in self.seen.items() if o < low and not did_hold(seen)[0])
+        if unstable:
+            notes.append(f"{', '.join(map(str, unstable))} did not hold although {low} did: the server is unstable")
+        return LoadLine(self.limit, measured, bound_by, evidence, next_step, in_effect, slo, tuple(notes))
+
+    def _explain(self, low: int, high: int | None) -> tuple[BoundBy, str, str]:
+        invalid = [seen for seen in self.seen.values() if not seen.client_valid]
+        if invalid:
+            return (
+                BoundBy.CLIENT,
+                f"at {invalid[0].offered} offered the load generator itself fell behind",
+                "run the load generator on a machine of its own, or with less load",
+            )
+        if not self.seen:
+            return BoundBy.UNKNOWN, "no stage was completed", "run again for longer"
+        held = self.seen.get(low)
+        if high is None:
+            return self._explain_open(held)
+        evidence = _evidence(self.seen[high], held)
+        bound_by = self._binding(self.seen[high])
+        return bound_by, evidence, self._advice(bound_by, low, self.seen[high], held)
+
+    def _explain_open(self, held: StageObservation | None) -> tuple[BoundBy, str, str]:
+        """Everything that was tried held."""
+        if held is None:
+            return BoundBy.UNKNOWN, "no stage held", "look at the first stage's errors"
+        evidence = _evidence(held, None)
+        if self._stopped_growing():
+            return BoundBy.COMPUTE, evidence + "; tokens/s no longer grows", "more concurrency only adds latency here"
+        if self.limit is not None and held.offered > self.limit:
+            return (
+                BoundBy.NOT_REACHED,
+                evidence,
+                f"the configured limit of {self.limit} is not in effect: check that the server was started with it",
+            )
+        return BoundBy.NOT_REACHED, evidence, "raise --max-batch to look further"
+
+    def _binding(self, failing: StageObservation) -> BoundBy:
+        """What bound at the smallest concurrency that did not hold, from the strongest evidence to the weakest."""
+        if failing.out_of_memory_errors:
+            return BoundBy.GPU_MEMORY
+        if failing.kv_full_errors or failing.preemptions:
+            return BoundBy.KV_CACHE
+        if failing.server_died or failing.failed_ratio > FAILURE_TOLERANCE_RATIO:
+            return BoundBy.ERRORS
+        running, waiting = failing.running_p50, failing.waiting_mean
+        if running is None or waiting is None:
+            return BoundBy.UNKNOWN
+        slots = self.slots if self.slots is not None else self.limit
+        if waiting >= WAITING_TOLERANCE:
+            if slots is not None and running >= slots:
+                return BoundBy.BATCH_SLOTS
+            if _kv_binds(failing):
+                return BoundBy.KV_CACHE
+            if self._plateau(running):
+                return BoundBy.BATCH_SLOTS
+            return BoundBy.TOKEN_BUDGET
+        return BoundBy.UNKNOWN
+
+    def _plateau(self, running: float) -> bool:
+        """Whether no stage ever ran more than this at once, whatever was offered: a limit nobody told us of."""
+        return all(seen.running_p50 is None or seen.running_p50 <= running for seen in self.seen.values())
+
+    def _advice(self, bound_by: BoundBy, low: int, failing: StageObservation, held: StageObservation | None) -> str:
+        if bound_by is BoundBy.KV_CACHE:
+            return f"set max_batch_size to {low or 1}, or shorten max_model_len; change one of them"
+        if bound_by is BoundBy.GPU_MEMORY:
+            return "lower the memory share of the KV cache or the batch size; change one of them"
+        if bound_by is BoundBy.TOKEN_BUDGET:
+            return "long prompts queue for the prefill token budget: raise it one step and measure again"
+        if bound_by is BoundBy.ERRORS:
+            return f"read the server's log at the time of the first failure: {failing.first_error or 'no message'}"
+        if bound_by is BoundBy.BATCH_SLOTS:
+            room = held.kv_max if held is not None else None
+            if self.limit is not None and low < self.limit:
+                return f"the server runs {low} at once, not {self.limit}: check what it was started with"
+            if room is not None and room < KV_ROOM_RATIO:
+                return f"the KV cache was at most {room:.0%} full: there is room to raise max_batch_size by one step"
+            if room is not None and room >= KV_FULL_RATIO:
+                return "the KV cache is nearly full too: raise neither without more memory"
+            return "keep it"
+        return "run again with longer stages"
+
+
+def _kv_binds(seen: StageObservation) -> bool:
+    """Whether what is free in the KV cache is too little for one more request of this workload."""
+    if seen.kv_max is None:
+        return False
+    if seen.kv_max >= KV_FULL_RATIO:
+        return True
+    if seen.kv_capacity_tokens is None or seen.kv_tokens_needed is None:
+        return False
+    free = (1 - median(seen.kv_cache_usage_ratio)) * seen.kv_capacity_tokens
+    return free < seen.kv_tokens_needed
+
+
+def _evidence(failing: StageObservation, held: StageObservation | None) -> str:
+    parts = []
+    if failing.server_died:
+        parts.append("the server died")
+    running, waiting = failing.running_p50, failing.waiting_mean
+    if running is not None:
+        parts.append(f"{running:g} running")
+    if waiting is not None:
+        parts.append(f"{waiting:.3g} waiting")
+    if failing.kv_max is not None:
+        parts.append(f"KV cache {failing.kv_max:.0%}")
+    if failing.preemptions:
+        parts.append(f"{failing.preemptions} preemptions in {failing.seconds:.0f} s")
+    if failing.failed:
+        parts.append(f"{failing.failed} requests failed" + (f" ({failing.first_error})" if failing.first_error else ""))
+    text = f"at {failing.offered} offered: {', '.join(parts) or 'no samples'}"
+    if held is None:
+        return text
+    calm = [did_hold(held)[1]]
+    if held.kv_max is not None:
+        calm.append(f"KV cache {held.kv_max:.0%}")
+    return f"{text}; at {held.offered}: {', '.join(calm)}"

@@ -1,0 +1,254 @@
+"""Adding up request records: counts, percentiles, throughput and goodput. Pure; definitions as in docs/measurement.md.
+
+Percentiles come from our own records, exact, and are None with fewer than 10 / (1 - p) samples. Tokens are booked when
+their frames arrive, so a request that straddles the edge of a window counts only for its part inside. A request that
+failed is in no latency and no throughput of successes; its tokens are wasted tokens.
+"""
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from serving.clock import NS
+from serving.records import Outcome, RequestRecord
+
+__all__ = ["Percentiles", "SloLimits", "StageTally", "TokenBook", "decode_speed", "percentile", "ttft_seconds"]
+
+BIN_NS = 100_000_000
+GOOD = (Outcome.OK, Outcome.SHORT)
+"""Outcomes whose latencies count: a short answer is complete, only shorter than asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class SloLimits:
+    """Limits of one workload in seconds at a percentile; None means no limit."""
+
+    ttft_seconds: float | None = None
+    tpot_seconds: float | None = None
+    percentile: float = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """p50, p95, p99 and the largest of one latency; None where there are too few samples."""
+
+    p50: float | None
+    p95: float | None
+    p99: float | None
+    max: float | None
+    samples: int
+
+
+def percentile(ordered: Sequence[float], p: float) -> float | None:
+    """The p-quantile (nearest rank) of values in ascending order, or None with fewer than 10 / (1 - p) of them."""
+    if len(ordered) < round(10 / (1 - p)):
+        return None
+    rank = max(1, -(-len(ordered) * round(p * 1000) // 1000))
+    return ordered[rank - 1]
+
+
+def summarize(values: Iterable[float]) -> Percentiles:
+    """Percentiles of values in any order."""
+    ordered = sorted(values)
+    return Percentiles(
+        percentile(ordered, 0.50),
+        percentile(ordered, 0.95),
+        percentile(ordered, 0.99),
+        ordered[-1] if ordered else None,
+        len(ordered),
+    )
+
+
+def ttft_seconds(record: RequestRecord) -> float | None:
+    """Service TTFT: first text-bearing frame minus first byte sent."""
+    if record.t_first_ns is None or record.t_send_ns is None:
+        return None
+    return (record.t_first_ns - record.t_send_ns) / NS
+
+
+def tpot_seconds(record: RequestRecord) -> float | None:
+    """(last frame - first frame) / (n - 1), n from the server's usage; None for n < 2."""
+    tokens = record.completion_tokens
+    if record.t_first_ns is None or record.t_last_ns is None or tokens is None or tokens < 2:
+        return None
+    return (record.t_last_ns - record.t_first_ns) / NS / (tokens - 1)
+
+
+def decode_speed(record: RequestRecord) -> float | None:
+    """Tokens per second of one request after its first frame; None when undefined."""
+    tpot = tpot_seconds(record)
+    return 1 / tpot if tpot else None
+
+
+def prefill_speed(record: RequestRecord) -> float | None:
+    """Uncached prompt tokens per second until the first frame. Queue time is inside where the server does not tell."""
+    ttft = ttft_seconds(record)
+    if not ttft or record.prompt_tokens is None:
+        return None
+    return (record.prompt_tokens - (record.cached_tokens or 0)) / ttft
+
+
+class TokenBook:
+    """Output tokens of successful requests by arrival time, in bins of 100 ms, for any window afterwards."""
+
+    def __init__(self) -> None:
+        self._bins: defaultdict[int, float] = defaultdict(float)
+        self._prompt_bins: defaultdict[int, float] = defaultdict(float)
+
+    def add(self, record: RequestRecord) -> None:
+        """Book one record's tokens: each frame bears an equal share of the tokens that the server reported."""
+        if record.outcome not in GOOD or record.t_first_ns is None:
+            return
+        if record.prompt_tokens is not None:
+            self._prompt_bins[record.t_first_ns // BIN_NS] += record.prompt_tokens
+        if record.completion_tokens is None or record.frames == 0:
+            return
+        share = record.completion_tokens / record.frames
+        t_ns = record.t_first_ns
+        self._bins[t_ns // BIN_NS] += share
+        for gap_us in record.frame_gaps_us:
+            t_ns += gap_us * 1000
+            self._bins[t_ns // BIN_NS] += share
+
+    def output_rate(self, t_from_ns: int, t_to_ns: int) -> float | None:
+        """Output tokens per second inside the window, or None for an empty window."""
+        return self._rate(self._bins, t_from_ns, t_to_ns)
+
+    def prompt_rate(self, t_from_ns: int, t_to_ns: int) -> float | None:
+        """Prompt tokens per second inside the window, booked at each request's first frame."""
+        return self._rate(self._prompt_bins, t_from_ns, t_to_ns)
+
+    @staticmethod
+    def _rate(bins: dict[int, float], t_from_ns: int, t_to_ns: int) -> float | None:
+        first, last = -(-t_from_ns // BIN_NS), t_to_ns // BIN_NS
+        if last <= first:
+            return None
+        total = sum(bins.get(index, 0.0) for index in range(first, last))
+        return total / ((last - first) * BIN_NS / NS)
+
+
+class StageTally:
+    """All requests of one stage. `issued` equals the sum of `outcomes` once every record is in.
+
+    Latencies and goodput come from the requests that were due inside the measured window; the counts are of all.
+    """
+
+    def __init__(self, slo: SloLimits) -> None:
+        self.slo = slo
+        self.outcomes: Counter[Outcome] = Counter()
+        self.t_settled_ns: int | None = None
+        self.t_end_ns: int | None = None
+        self.ended_in_window = 0
+        self.met_slo = 0
+        self.planned_in_window = 0
+        self.first_error: str | None = None
+        self.wasted_tokens = 0
+        self.send_lag = array("d")
+        self.kv_tokens = array("d")
+        self._ttft = array("d")
+        self._tpot = array("d")
+        self._e2e = array("d")
+        self._prefill = array("d")
+        self._decode = array("d")
+        self._gaps_us = array("I")
+
+    @property
+    def issued(self) -> int:
+        """Requests of this stage in all."""
+        return self.outcomes.total()
+
+    def add(self, record: RequestRecord) -> None:
+        """Take in one record of this stage."""
+        self.outcomes[record.outcome] += 1
+        if record.error and self.first_error is None and record.outcome not in GOOD:
+            self.first_error = record.error
+        if record.outcome not in GOOD:
+            self.wasted_tokens += record.completion_tokens or record.frames
+        if record.prompt_tokens is not None:
+            self.kv_tokens.append(record.prompt_tokens)
+        if not self._in_window(record):
+            return
+        self.planned_in_window += 1
+        if record.t_send_ns is not None:
+            self.send_lag.append((record.t_send_ns - record.t_plan_ns) / NS)
+        if record.outcome not in GOOD:
+            return
+        self.ended_in_window += 1
+        ttft, tpot = ttft_seconds(record), tpot_seconds(record)
+        for value, store in ((ttft, self._ttft), (tpot, self._tpot), (prefill_speed(record), self._prefill)):
+            if value is not None:
+                store.append(value)
+        if record.t_last_ns is not None and record.t_send_ns is not None:
+            self._e2e.append((record.t_last_ns - record.t_send_ns) / NS)
+        if tpot:
+            self._decode.append(1 / tpot)
+        self._gaps_us.extend(record.frame_gaps_us)
+        self.met_slo += self._meets(ttft, tpot)
+
+    def _in_window(self, record: RequestRecord) -> bool:
+        if self.t_settled_ns is None or record.t_plan_ns < self.t_settled_ns:
+            return False
+        return self.t_end_ns is None or record.t_plan_ns < self.t_end_ns
+
+    def _meets(self, ttft: float | None, tpot: float | None) -> bool:
+        ttft_ok = self.slo.ttft_seconds is None or (ttft is not None and ttft <= self.slo.ttft_seconds)
+        tpot_ok = self.slo.tpot_seconds is None or tpot is None or tpot <= self.slo.tpot_seconds
+        return ttft_ok and tpot_ok
+
+    def slo_met(self, *, min_samples: int = 20) -> bool | None:
+        """Whether at least the SLO's share of planned requests met every limit; None with too few, or without limits.
+
+        A p95 limit is met exactly when 95 % of requests are within it, which needs fewer samples than the figure p95.
+        """
+        if self.slo.ttft_seconds is None and self.slo.tpot_seconds is None:
+            return None
+        if self.planned_in_window < min_samples:
+            return None
+        return self.met_slo / self.planned_in_window >= self.slo.percentile
+
+    def worst_slo(self) -> str | None:
+        """The first limit that is missed, in words, or None."""
+        for name, values, limit in (
+            ("ttft_seconds", self._ttft, self.slo.ttft_seconds),
+            ("tpot_seconds", self._tpot, self.slo.tpot_seconds),
+        ):
+            if limit is None or not values:
+                continue
+            ordered = sorted(values)
+            at = ordered[min(len(ordered) - 1, int(len(ordered) * self.slo.percentile))]
+            if at > limit:
+                return f"{name} p{self.slo.percentile * 100:g} {at:.3g} > {limit:g}"
+        return None
+
+    def ttft(self) -> Percentiles:
+        """Service TTFT in seconds."""
+        return summarize(self._ttft)
+
+    def tpot(self) -> Percentiles:
+        """Seconds per output token after the first, per request."""
+        return summarize(self._tpot)
+
+    def e2e(self) -> Percentiles:
+        """Seconds from the first byte sent to the last text-bearing frame."""
+        return summarize(self._e2e)
+
+    def frame_gap(self) -> Percentiles:
+        """Seconds between successive text-bearing frames, over all requests."""
+        return summarize(gap / 1e6 for gap in self._gaps_us)
+
+    def prefill(self) -> Percentiles:
+        """Uncached prompt tokens per second until the first frame, per request."""
+        return summarize(self._prefill)
+
+    def decode(self) -> Percentiles:
+        """Tokens per second after the first frame, per request."""
+        return summarize(self._decode)
+
+    def goodput_rate(self, seconds: float) -> float | None:
+        """Requests per second that met every SLO, over the measured window."""
+        return self.met_slo / seconds if seconds > 0 else None
+
+    def request_rate(self, seconds: float) -> float | None:
+        """Requests per second that ended well, over the measured window."""
+        return self.ended_in_window / seconds if seconds > 0 else None

@@ -1,0 +1,186 @@
+"""The search finds the truth of modelled servers exactly, names what binds, and never asks for nonsense."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadgen.load_line import BoundBy, LoadLineSearch, StageObservation, did_hold, over_limit
+from serving.records import Outcome
+
+
+def observe(offered, *, runs, kv_each=0.0, preempts=False, waiting=None, tokens=None, **more):
+    running = min(offered, runs)
+    usage = min(1.0, running * kv_each)
+    return StageObservation(
+        offered=offered,
+        seconds=30.0,
+        running=[running] * 10,
+        waiting=[offered - running if waiting is None else waiting] * 10,
+        kv_cache_usage_ratio=[usage] * 10 if kv_each else (),
+        preemptions=3 if preempts and offered > runs else 0,
+        output_tokens_per_second=tokens,
+        outcomes={Outcome.OK: 100},
+        **more,
+    )
+
+
+def run(search, server):
+    tried = []
+    while (spec := search.next_stage()) is not None:
+        assert spec.offered not in tried, "a stage is asked for once"
+        tried.append(spec.offered)
+        assert len(tried) < 40
+        search.record(server(spec.offered))
+    return tried, search.result()
+
+
+def test_a_healthy_server_of_8_slots_is_measured_at_25_50_75_100_percent_past_it_and_at_9():
+    tried, line = run(LoadLineSearch(8), lambda n: observe(n, runs=8))
+    assert tried == [2, 4, 6, 8, 10, 9]
+    assert (line.configured, line.measured, line.bound_by, line.limit_in_effect) == (8, 8, BoundBy.BATCH_SLOTS, True)
+
+
+def test_a_limit_that_is_not_in_effect_is_said_to_be_so():
+    tried, line = run(LoadLineSearch(8), lambda n: observe(n, runs=100))
+    assert tried == [2, 4, 6, 8, 10]
+    assert line.limit_in_effect is False
+    assert line.bound_by is BoundBy.NOT_REACHED
+    assert "not in effect" in line.next_step
+
+
+def test_a_small_kv_cache_binds_below_the_limit():
+    tried, line = run(LoadLineSearch(48), lambda n: observe(n, runs=40, kv_each=0.0247, preempts=True))
+    assert line.measured == 40
+    assert line.bound_by is BoundBy.KV_CACHE
+    assert "3 preemptions" in line.evidence
+    assert "max_batch_size to 40" in line.next_step
+    assert 48 in tried
+
+
+def test_the_configured_stage_is_tried_even_when_the_first_stage_fails():
+    tried, line = run(LoadLineSearch(8), lambda n: observe(n, runs=1, kv_each=0.95))
+    assert tried == [2, 8, 1]
+    assert (line.measured, line.bound_by) == (1, BoundBy.KV_CACHE)
+
+
+def test_a_clamped_server_is_batch_slots_at_what_it_really_runs():
+    _, line = run(LoadLineSearch(16, slots=12), lambda n: observe(n, runs=12))
+    assert (line.measured, line.bound_by) == (12, BoundBy.BATCH_SLOTS)
+    assert "runs 12 at once, not 16" in line.next_step
+
+
+def test_a_clamp_that_the_server_does_not_report_shows_as_a_plateau():
+    _, line = run(LoadLineSearch(16), lambda n: observe(n, runs=12))
+    assert (line.measured, line.bound_by) == (12, BoundBy.BATCH_SLOTS)
+
+
+def test_waiting_with_room_everywhere_is_the_token_budget():
+    def server(n):
+        return observe(n, runs=n - (1 if n > 4 else 0), kv_each=0.01, waiting=1 if n > 4 else 0)
+
+    _, line = run(LoadLineSearch(8), server)
+    assert (line.measured, line.bound_by) == (4, BoundBy.TOKEN_BUDGET)
+
+
+def test_error_events_of_a_full_kv_cache_are_kv_cache_and_not_errors():
+    def server(n):
+        bad = 50 if n > 3 else 0
+        return StageObservation(
+            n, 30.0, [n] * 10, [0] * 10, outcomes={Outcome.OK: 50, Outcome.STREAM_ERROR: bad}, kv_full_errors=bad
+        )
+
+    _, line = run(LoadLineSearch(8), server)
+    assert (line.measured, line.bound_by) == (3, BoundBy.KV_CACHE)
+
+
+def test_a_server_that_dies_ends_the_search_with_what_is_known():
+    def server(n):
+        return observe(n, runs=8, server_died=n >= 6)
+
+    tried, line = run(LoadLineSearch(8), server)
+    assert tried == [2, 4, 6]
+    assert (line.measured, line.bound_by) == (4, BoundBy.ERRORS)
+    assert "the server died" in line.evidence
+
+
+def test_a_client_that_falls_behind_names_itself():
+    _, line = run(LoadLineSearch(8), lambda n: observe(n, runs=8, client_valid=n < 6))
+    assert line.bound_by is BoundBy.CLIENT
+
+
+def test_without_a_limit_it_doubles_and_then_bisects():
+    tried, line = run(LoadLineSearch(None), lambda n: observe(n, runs=11))
+    assert tried == [1, 2, 4, 8, 16, 12, 10, 11]
+    assert (line.configured, line.measured, line.bound_by) == (None, 11, BoundBy.BATCH_SLOTS)
+
+
+def test_without_a_limit_it_stops_where_throughput_stops_growing():
+    tried, line = run(LoadLineSearch(None), lambda n: observe(n, runs=999, tokens=min(n, 8) * 100.0))
+    assert tried == [1, 2, 4, 8, 16, 32]
+    assert line.bound_by is BoundBy.COMPUTE
+
+
+def test_nothing_recorded_is_unknown():
+    line = LoadLineSearch(8).result()
+    assert (line.measured, line.bound_by, line.limit_in_effect) == (None, BoundBy.UNKNOWN, None)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 4097])
+def test_absurd_limits_are_refused(limit):
+    with pytest.raises(ValueError, match="limit"):
+        LoadLineSearch(limit)
+
+
+@pytest.mark.parametrize(("limit", "over"), [(1, 3), (8, 10), (20, 22), (21, 24), (48, 53), (100, 110)])
+def test_the_stage_past_the_limit(limit, over):
+    assert over_limit(limit) == over
+
+
+@given(truth=st.integers(1, 200), limit=st.integers(1, 200))
+def test_the_line_of_any_server_is_found_exactly(truth, limit):
+    tried, line = run(LoadLineSearch(limit), lambda n: observe(n, runs=truth))
+    assert line.measured == min(truth, over_limit(limit))
+    assert all(1 <= n <= over_limit(limit) for n in tried)
+    assert line.limit_in_effect in (None, truth <= limit)
+
+
+@given(truth=st.integers(1, 300))
+def test_the_doubling_search_finds_any_line_below_its_ceiling(truth):
+    _, line = run(LoadLineSearch(None, ceiling=256), lambda n: observe(n, runs=truth))
+    assert line.measured == min(truth, 256)
+
+
+@given(truth=st.integers(1, 64), slo=st.integers(0, 64))
+def test_the_slo_line_is_exact_when_asked_for(truth, slo):
+    _, line = run(LoadLineSearch(64, refine_slo=True), lambda n: observe(n, runs=truth, slo_met=n <= slo))
+    assert line.measured == truth
+    assert line.slo_measured == (min(truth, slo) or None)
+
+
+@given(limit=st.integers(1, 200), truth=st.integers(1, 220))
+def test_the_number_of_stages_left_is_an_upper_bound(limit, truth):
+    search = LoadLineSearch(limit)
+    left = search.stages_left()
+    tried, _ = run(search, lambda n: observe(n, runs=truth))
+    assert len(tried) <= left + 8
+    assert search.stages_left() == 0
+
+
+@pytest.mark.parametrize(
+    ("seen", "held"),
+    [
+        (observe(8, runs=8), True),
+        (observe(8, runs=8, waiting=0.4), True),
+        (observe(8, runs=8, waiting=0.6), False),
+        (observe(8, runs=7), False),
+        (StageObservation(8, 30.0, (), ()), False),
+        (StageObservation(8, 30.0, [8] * 9, [0] * 9, preemptions=1), False),
+        (StageObservation(8, 30.0, [8] * 9, [0] * 9, preemptions=None), True),
+        (StageObservation(8, 30.0, [8] * 9, [0] * 9, outcomes={Outcome.OK: 999, Outcome.HTTP_ERROR: 1}), True),
+        (StageObservation(8, 30.0, [8] * 9, [0] * 9, outcomes={Outcome.OK: 50, Outcome.HTTP_ERROR: 1}), False),
+        (StageObservation(8, 30.0, [7, 8, 8, 8], [2, 0, 0, 0], outcomes={Outcome.OK: 50}), False),
+        (StageObservation(8, 30.0, [7, 8, 8, 8], [1, 0, 0, 0], outcomes={Outcome.OK: 50}), True),
+    ],
+)
+def test_what_holding_means(seen, held):
+    assert did_hold(seen)[0] is held
