@@ -12,14 +12,16 @@ Points are `interval_s` apart; a missing one takes its time too.
 """
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from serving.clock import NS
 from serving.errors import ConfigError
 from serving.records import Event
 from serving.signals import Series
 
-__all__ = ["Memory", "read_points", "series"]
+__all__ = ["RememberedPast", "read_points", "series"]
 
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 _WORD = re.compile(rf"(?P<start>{_NUMBER}|_)(?:(?P<step>[-+]\d+(?:\.\d+)?(?:e[-+]?\d+)?)?x(?P<times>\d+))?")
@@ -63,25 +65,28 @@ def series(
     )
 
 
-class Memory:
+class RememberedPast:
     """What a rule reads from, held in memory: whole series and the events beside them."""
 
     def __init__(self, whole: Iterable[Series] = (), events: Iterable[Event] = ()) -> None:
         self._whole = tuple(whole)
-        self._events = tuple(events)
+        self._events = tuple(sorted(events, key=lambda event: event.t_ns))
 
     def series(self, signal: str, start_ns: int, end_ns: int) -> tuple[Series, ...]:
         """All series of `signal`, cut to `start_ns <= t_ns <= end_ns`; those without a point in it are left out."""
         cut = []
         for one in self._whole:
-            inside = [turn for turn, t_ns in enumerate(one.t_ns) if start_ns <= t_ns <= end_ns]
-            if one.signal == signal and inside:
-                times, values = tuple(one.t_ns[turn] for turn in inside), tuple(one.values[turn] for turn in inside)
-                cut.append(Series(signal, times, values, one.labels))
+            part = slice(bisect_left(one.t_ns, start_ns), bisect_right(one.t_ns, end_ns))
+            if one.signal == signal and one.t_ns[part]:
+                cut.append(replace(one, t_ns=one.t_ns[part], values=one.values[part]))
         return tuple(cut)
 
     def events(self, start_ns: int, end_ns: int) -> tuple[Event, ...]:
         """Events with `start_ns <= t_ns <= end_ns`, in time order."""
-        return tuple(
-            sorted((event for event in self._events if start_ns <= event.t_ns <= end_ns), key=lambda event: event.t_ns)
-        )
+        return tuple(event for event in self._events if start_ns <= event.t_ns <= end_ns)
+
+    def epoch_start_ns(self, t_ns: int) -> int | None:
+        """The last restart at or before `t_ns`, else the first point of any series at or before it."""
+        restarts = [event.t_ns for event in self._events if event.kind == "restart" and event.t_ns <= t_ns]
+        firsts = [one.t_ns[0] for one in self._whole if one.t_ns and one.t_ns[0] <= t_ns]
+        return max(restarts, default=min(firsts, default=None))

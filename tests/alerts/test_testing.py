@@ -1,6 +1,6 @@
 import pytest
 
-from alerts.testing import Memory, read_points, series
+from alerts.testing import RememberedPast, read_points, series
 from serving.clock import NS
 from serving.errors import ConfigError
 from serving.records import Event
@@ -35,7 +35,7 @@ def test_a_missing_point_takes_its_time():
 
 
 def test_memory_cuts_series_and_events_to_the_window():
-    memory = Memory([series("up", "1 2 3 4"), series("other", "5")], [Event(90 * NS, "restart", "")])
+    memory = RememberedPast([series("up", "1 2 3 4"), series("other", "5")], [Event(90 * NS, "restart", "")])
     (cut,) = memory.series("up", 60 * NS, 120 * NS)
     assert cut.values == (2, 3)
     assert memory.series("up", 1000 * NS, 2000 * NS) == ()
