@@ -151,15 +151,17 @@ class EmbeddedServer:
                 )
             piece = os.read(descriptor, 4096)
             if not piece:
-                raise TargetError(f"the embedded engine did not start: {self._last_complaint()} (log: {self.log_path})")
+                raise TargetError(
+                    f"the embedded engine did not start: {self._first_complaint()} (log: {self.log_path})"
+                )
             line += piece
         url: str = json.loads(line)["url"]
         return url
 
-    def _last_complaint(self) -> str:
+    def _first_complaint(self) -> str:
         lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        errors = [line for line in lines if " E " in line or "error" in line.lower()]
-        return (errors or lines or ["it said nothing"])[-1].strip()[:300]
+        errors = [line.partition(" E ")[2] for line in lines if " E " in line]  # the first is the cause of the rest
+        return (errors[:1] or lines[-1:] or ["it said nothing"])[0].strip()[:300]
 
 
 def _resolved(shape: str | TinyShape, experts: int | None) -> TinyShape:

@@ -42,16 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     params.kv_unified = options.kv_unified
     params.endpoint_metrics = params.endpoint_slots = params.endpoint_props = True
     params.n_threads_http = 64  # every waiting stream holds a thread; with the default few, /metrics waits too
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = (
-        1  # ggml's workers spin: two on a busy pair of cores crawl
-    )
+    params.cpuparams.n_threads = 1  # ggml's workers spin: two on a busy pair of cores crawl
+    params.cpuparams_batch.n_threads = 1
     params.cache_ram_mib = 0  # else finished prompts pile up in memory, which would look like a leak
     params.cache_idle_slots = False
     params.fit_params = False  # else the context could shrink without a word
     params.n_gpu_layers = 0
     params.ui = False
     params.offline = True
-    server = Server(params)
+    try:
+        server = Server(params)
+    except RuntimeError as error:  # it says "failed to init"; the reason is in the log already
+        sys.exit(str(error))
 
     print(json.dumps({"url": server.listening_address}), flush=True)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads the pipe from here on
@@ -60,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _exit_with_parent() -> None:
     with contextlib.suppress(OSError):
-        sys.stdin.buffer.read()
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
     os._exit(0)  # an orderly shutdown would wait for streams that nobody reads any more
 
 

@@ -361,10 +361,10 @@ def test_an_interrupt_does_not_end_the_engine(server):
 
 
 @pytest.mark.engine
-def test_a_file_that_is_no_model_is_an_error_that_names_the_log(cache_dir, tmp_path):
+def test_a_file_that_is_no_model_is_an_error_that_gives_the_cause_and_the_log(cache_dir, tmp_path):
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF, but not really")
-    with pytest.raises(TargetError, match=r"did not start: .*engine\.log"):
+    with pytest.raises(TargetError, match=r"did not start: .*this GGUF file is version .*engine\.log"):
         EmbeddedServer.start(bad, log_path=tmp_path / "engine.log", cache_dir=cache_dir)
 
 
