@@ -84,7 +84,7 @@ _RUNNING = f"avg_over_time({_metric('requests_running')}[$__rate_interval])"
 TARGET = Dashboard(
     uid="plimsoll-target",
     title="Plimsoll / Target",
-    description="An inference server as plimsoll watch sees it: panels that work for every engine, with or without GPU.",
+    description="An inference server as plimsoll watch sees it. All panels work for every engine, with or without GPU.",
     rows=(
         (
             "Health",
