@@ -1,5 +1,7 @@
 import dataclasses
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
@@ -277,3 +279,13 @@ def test_every_rule_documents_its_method_and_every_parameter(rule):
         assert heading in text
     for item in dataclasses.fields(rule):
         assert f"{item.name}: " in text
+
+
+@pytest.mark.parametrize("rule", RULES.values())
+def test_the_documentation_gives_the_default_of_every_parameter(rule):
+    text = (Path(__file__).parents[2] / "docs" / "rules.md").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^## {rule.name}$(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| ([0-9.]+) \|", section, re.MULTILINE)
+    assert [(name, float(value)) for name, value in rows] == [
+        (item.name, item.default) for item in dataclasses.fields(rule)
+    ]
