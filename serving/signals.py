@@ -5,11 +5,11 @@ never 0, never NaN. The exporter adds the prefix `plimsoll_`; the history has on
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-__all__ = ["SIGNALS", "Kind", "Sample", "Scope", "Series", "Signal", "signals_of"]
+__all__ = ["SIGNALS", "Kind", "Sample", "Scope", "Series", "Signal", "continuous", "increase", "signals_of"]
 
 
 class Kind(StrEnum):
@@ -114,3 +114,25 @@ SIGNALS: Mapping[str, Signal] = MappingProxyType({row.name: row for row in _rows
 def signals_of(scope: Scope) -> tuple[Signal, ...]:
     """All signals of one scope, in the table's order."""
     return tuple(signal for signal in SIGNALS.values() if signal.scope is scope)
+
+
+def continuous(series: Series) -> Series:
+    """A counter read through its resets: the same points, never falling.
+
+    A fall means that the counter began again at zero (the server restarted), so the value after it is growth. What was
+    counted between the last sample before a reset and the reset itself is lost. The first value is kept.
+    """
+    values: list[float] = []
+    for index, value in enumerate(series.values):
+        before = series.values[index - 1] if index else 0.0
+        grown = value - before if value >= before else value
+        values.append((values[-1] if values else 0.0) + grown)
+    return replace(series, values=tuple(values))
+
+
+def increase(series: Series) -> float | None:
+    """How much a counter grew from its first to its last point, read through resets; None below two points."""
+    if len(series) < 2:
+        return None
+    values = continuous(series).values
+    return values[-1] - values[0]
