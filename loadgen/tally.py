@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from serving.clock import NS
 from serving.records import Outcome, RequestRecord
 
-__all__ = ["Percentiles", "SloLimits", "StageTally", "TokenBook", "decode_speed", "percentile", "ttft_seconds"]
+__all__ = ["GOOD", "Percentiles", "SloLimits", "StageTally", "TokenBook", "decode_speed", "percentile", "ttft_seconds"]
 
 BIN_NS = 100_000_000
 GOOD = (Outcome.OK, Outcome.SHORT)
@@ -146,6 +146,7 @@ class StageTally:
         self.wasted_tokens = 0
         self.send_lag = array("d")
         self.kv_tokens = array("d")
+        self._cached_tokens = 0
         self._ttft = array("d")
         self._tpot = array("d")
         self._e2e = array("d")
@@ -167,6 +168,7 @@ class StageTally:
             self.wasted_tokens += record.completion_tokens or record.frames
         if record.prompt_tokens is not None:
             self.kv_tokens.append(record.prompt_tokens)
+            self._cached_tokens += record.cached_tokens or 0
         if not self._in_window(record):
             return
         self.planned_in_window += 1
@@ -195,6 +197,11 @@ class StageTally:
         ttft_ok = self.slo.ttft_seconds is None or (ttft is not None and ttft <= self.slo.ttft_seconds)
         tpot_ok = self.slo.tpot_seconds is None or tpot is None or tpot <= self.slo.tpot_seconds
         return ttft_ok and tpot_ok
+
+    def cached_ratio(self) -> float | None:
+        """Share of prompt tokens that came from the prefix cache; None without prompts."""
+        total = sum(self.kv_tokens)
+        return self._cached_tokens / total if total else None
 
     def slo_met(self, *, min_samples: int = 20) -> bool | None:
         """Whether at least the SLO's share of planned requests met every limit; None with too few, or without limits.

@@ -1,6 +1,7 @@
 """Counts add up, percentiles are exact or absent, tokens are booked when they arrive."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -146,5 +147,5 @@ def test_windows_that_tile_the_run_add_up_to_all_tokens(seed):
         book.add(record(t_first_ns=start, frames=len(gaps) + 1, frame_gaps_us=gaps, completion_tokens=tokens))
         total += tokens
     edges = [0, 3 * NS, 7 * NS, 20 * NS, 60 * NS]
-    booked = sum(book.output_rate(a, b) * (b - a) / NS for a, b in zip(edges, edges[1:], strict=False))
+    booked = sum(book.output_rate(a, b) * (b - a) / NS for a, b in itertools.pairwise(edges))
     assert booked == pytest.approx(total)

@@ -1,0 +1,119 @@
+"""The command line: finds the command, runs it, and turns what went wrong into one clear line and an exit code.
+
+Commands are imported only when called, so that `plimsoll --help` is quick and nothing drags in the load generator.
+A command module has `add_arguments(parser)` and `run(arguments) -> exit code`.
+"""
+
+import argparse
+import difflib
+import importlib
+import json
+import os
+import sys
+from importlib.metadata import version
+
+from serving.errors import ConfigError, PlimsollError
+
+__all__ = ["COMMANDS", "EXIT_CODES", "main"]
+
+COMMANDS = {
+    "demo": "a whole stress run on a real llama.cpp server that it starts itself",
+    "stress": "push load up to the configured batch size and past it; find the load line",
+    "watch": "the long-running monitor: sample, judge, alert, export",
+    "smoke": "the smallest request that proves the server answers",
+    "doctor": "what is installed, which GPUs and engines are seen, and what would get in the way",
+}
+
+EXIT_CODES = """exit codes:
+  0 pass   1 fail   2 wrong usage or configuration   3 inconclusive   4 could not run   130 interrupted"""
+
+INTERNAL_ERROR = 4
+INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line.
+
+    Args:
+        argv: arguments without the program's name; those of the process when absent.
+
+    Returns:
+        The exit code that `EXIT_CODES` explains.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        print(f"plimsoll {version('plimsoll')}")
+        return 0
+    name = words[0]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        _complain(f"there is no command '{name}'{hint} `plimsoll --help` lists them", None, 2)
+        return 2
+    module = importlib.import_module(f"plimsoll.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"plimsoll {name}",
+        description=COMMANDS[name][0].upper() + COMMANDS[name][1:] + ".",
+        epilog=f"{module.EXAMPLES}\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    arguments = parser.parse_args(words[1:])
+    schema = f"plimsoll.{name}/1" if getattr(arguments, "json", False) else None
+    try:
+        code: int = module.run(arguments)
+    except PlimsollError as error:
+        _complain(str(error), schema, error.exit_code)
+        return error.exit_code
+    except KeyboardInterrupt:
+        _complain("interrupted before there was anything to keep", schema, INTERRUPTED)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away, as `head` does: that is not an error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("PLIMSOLL_DEBUG"):
+            raise
+        where = error.__traceback__
+        while where is not None and where.tb_next is not None:
+            where = where.tb_next
+        place = f"{where.tb_frame.f_code.co_filename}:{where.tb_lineno}" if where else "?"
+        _complain(
+            f"internal error: {type(error).__name__}: {error} ({place}); set PLIMSOLL_DEBUG=1 for the whole story",
+            schema,
+            INTERNAL_ERROR,
+        )
+        return INTERNAL_ERROR
+    return code
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+    return (
+        "usage: plimsoll COMMAND [options]\n\n"
+        "Finds an LLM inference server's load line, proves it before launch, and watches the server afterwards.\n\n"
+        f"commands:\n{rows}\n\n"
+        "examples:\n"
+        "  plimsoll demo\n"
+        "  plimsoll stress http://127.0.0.1:8000 --workload interactive --max-batch 48\n"
+        "  plimsoll COMMAND --help\n\n"
+        f"{EXIT_CODES}"
+    )
+
+
+def _complain(message: str, schema: str | None, code: int) -> None:
+    """One line for people on stderr, and one document for programs on stdout when they asked for one."""
+    print(f"plimsoll: error: {message}", file=sys.stderr)
+    if schema is not None:
+        kind = "configuration" if code == ConfigError.exit_code else "interrupted" if code == INTERRUPTED else "error"
+        document = {"schema": schema, "verdict": None, "error": {"kind": kind, "message": message}, "exit_code": code}
+        print(json.dumps(document, allow_nan=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

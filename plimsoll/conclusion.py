@@ -1,0 +1,336 @@
+"""What a stress run amounts to: checks, findings, the verdict, and the document of `--json`. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from alerts.verdict import Check, Finding, Ruling, Severity, Verdict, compare, judge
+from loadgen.load_line import BoundBy, LoadLine, did_hold
+from loadgen.observation import Gauge
+from loadgen.tally import Percentiles, TokenBook, summarize
+from plimsoll.evidence import Evidence, StageRun
+from serving.records import Outcome
+
+__all__ = ["SCHEMA", "check", "document", "find", "interrupted_document", "rule"]
+
+SCHEMA = "plimsoll.stress/1"
+INTERRUPTED = 130
+SWAP_GROWTH_LIMIT_BYTES = 16 * 2**20
+"""Swap that grows by more than this voids a run: a server that lives on swap has no load line."""
+KV_DRAIN_TOLERANCE_RATIO = 0.01
+CACHE_HIT_TOLERANCE_RATIO = 0.02
+
+
+def check(evidence: Evidence, line: LoadLine) -> list[Check]:
+    """The questions that the run answers, each with its limit."""
+    views = [stage.view for stage in evidence.stages if stage.counted and stage.view is not None]
+    samples = sum(view.running.samples for view in views)
+    checks = []
+    if line.configured is not None:
+        measured = float(line.measured or 0) if views else None
+        checks.append(compare("load_line", measured, ">=", line.configured, "requests", samples=samples))
+        if line.limit_in_effect is not None:
+            most = max((view.running.p50 or 0.0 for view in views), default=0.0)
+            checks.append(compare("limit_in_effect", most, "<=", line.configured, "requests at once", samples=samples))
+    deaths = 0 if evidence.ending.server_died is None else 1
+    checks.append(compare("server_survived", deaths, "==", 0, "deaths", samples=1))
+    if evidence.ending.early:
+        return checks
+    idle, before = evidence.drain, evidence.idle_kv_ratio()
+    left = None if idle.running is None or idle.waiting is None else idle.running + idle.waiting
+    checks.append(compare("queue_drains", left, "==", 0, "requests", samples=1))
+    if before is not None and idle.kv_cache_usage_ratio is not None:
+        above = round(idle.kv_cache_usage_ratio - before, 6)
+        checks.append(
+            compare("kv_cache_drains", above, "<=", KV_DRAIN_TOLERANCE_RATIO, "of the cache above idle", samples=1)
+        )
+    return checks
+
+
+def rule(evidence: Evidence, line: LoadLine, checks: list[Check]) -> Verdict:
+    """The verdict: what voids the run comes first, then the worst of the checks."""
+    ending = evidence.ending
+    if ending.driver_died:
+        return Verdict(Ruling.INCONCLUSIVE, ending.driver_died)
+    if ending.server_died:
+        return Verdict(Ruling.FAIL, f"the server died under load: {ending.server_died}")
+    if ending.interrupted:
+        return Verdict(Ruling.INCONCLUSIVE, "interrupted: a partial result")
+    swap = evidence.swap_growth_bytes()
+    if swap is not None and swap > SWAP_GROWTH_LIMIT_BYTES:
+        return Verdict(
+            Ruling.INCONCLUSIVE,
+            f"swap grew by {swap / 2**20:.0f} MiB during the run: a server that lives on swap has no load line",
+        )
+    problem = evidence.client_problem()
+    if problem is not None:
+        return Verdict(Ruling.INCONCLUSIVE, f"the load generator was the bottleneck: {problem}")
+    verdict = judge(checks)
+    if verdict.ruling is Ruling.FAIL:
+        return Verdict(Ruling.FAIL, _failure(line, verdict.reason))
+    if line.measured is None:
+        return Verdict(Ruling.FAIL, f"not even one request at a time held: {line.evidence}")
+    if line.configured is None and line.bound_by is BoundBy.NOT_REACHED:
+        return Verdict(Ruling.INCONCLUSIVE, f"nothing bound up to {line.measured} requests at once")
+    if verdict.ruling is Ruling.PASS:
+        return Verdict(Ruling.PASS, _success(line))
+    return verdict
+
+
+def find(evidence: Evidence, line: LoadLine, t_ns: int) -> list[Finding]:
+    """What somebody should look at, whatever the verdict."""
+    found = []
+
+    def add(name: str, severity: Severity, title: str, seen: str, next_step: str) -> None:
+        found.append(Finding(name, severity, title, seen, next_step, t_ns))
+
+    prepared, drain = evidence.prepared, evidence.drain
+    if prepared.limit is not None and prepared.server_limit not in (None, prepared.limit):
+        add(
+            "limit_differs",
+            Severity.WARNING,
+            "the server's own limit is another one",
+            f"{prepared.limit_source} says {prepared.limit}, the server says {prepared.server_limit}",
+            "start the server with the limit that you mean",
+        )
+    left = (drain.running or 0) + (drain.waiting or 0)
+    if left:
+        add(
+            "queue_not_drained",
+            Severity.CRITICAL,
+            "requests stayed behind",
+            f"{left:g} still running or waiting {drain.seconds or 0:.0f} s after the last answer",
+            "look for stuck or zombie requests in the server's log",
+        )
+    before, after = evidence.idle_kv_ratio(), drain.kv_cache_usage_ratio
+    if before is not None and after is not None and after - before > KV_DRAIN_TOLERANCE_RATIO:
+        add(
+            "kv_cache_not_drained",
+            Severity.CRITICAL,
+            "KV cache stayed in use",
+            f"{after:.1%} after the run, {before:.1%} before it",
+            "repeat the run: if it grows each time, the server leaks KV blocks",
+        )
+    for note in line.notes:
+        add("unstable_stage", Severity.WARNING, "a stage contradicts a higher one", note, "run again for longer")
+    unsettled = [stage.spec.name for stage in evidence.stages if stage.counted and stage.complete and not stage.settled]
+    if unsettled:
+        add(
+            "not_settled",
+            Severity.INFO,
+            "stages that never settled",
+            f"running requests kept changing at {', '.join(unsettled)} offered",
+            "read their figures as means over an unsteady server",
+        )
+    _find_token_faults(evidence, add)
+    return found
+
+
+def _find_token_faults(evidence: Evidence, add: Any) -> None:
+    client, server = evidence.client_tokens, evidence.server_tokens()
+    all_ok = not any(count for outcome, count in evidence.outcomes.items() if outcome is not Outcome.OK)
+    if server is not None and client != server and all_ok and not evidence.ending.early:
+        add(
+            "tokens_differ",
+            Severity.WARNING,
+            "client and server count different tokens",
+            f"client {client:,}, server {server:,}",
+            "another client was using the server, or it miscounts: measure on an idle server",
+        )
+    short = evidence.outcomes[Outcome.SHORT]
+    if short:
+        add(
+            "short_answers",
+            Severity.WARNING,
+            "answers shorter than asked",
+            f"{short} ended before their length although the end token was to be ignored",
+            "the server cuts at its context length, or does not know ignore_eos",
+        )
+    ratios = [stage.tally.cached_ratio() for stage in evidence.stages if stage.counted]
+    hits = max((ratio for ratio in ratios if ratio is not None), default=0.0)
+    # Every prompt begins with the same few tokens of the chat template; only what is beyond them is a hit.
+    unavoidable = evidence.prepared.calibration.fixed_tokens / max(1, evidence.prepared.workload.prompt_tokens)
+    if hits > CACHE_HIT_TOLERANCE_RATIO + unavoidable:
+        add(
+            "prefix_cache_hits",
+            Severity.WARNING,
+            "prompts hit the prefix cache",
+            f"{hits:.0%} of prompt tokens came from a cache although every prompt begins with a nonce",
+            "prefill looks too fast: turn the prefix cache off for this measurement",
+        )
+
+
+def document(evidence: Evidence, line: LoadLine, *, run: str, t_ns: int, slo_exact: bool) -> dict[str, Any]:
+    """The whole result as `--json` prints it (schema `plimsoll.stress/1`)."""
+    checks = check(evidence, line)
+    verdict = rule(evidence, line, checks)
+    prepared, facts = evidence.prepared, evidence.prepared.facts
+    seen = [stage for stage in evidence.stages if stage.counted and stage.view is not None]
+    return {
+        "schema": SCHEMA,
+        "run": run,
+        "target": {
+            "url": prepared.base.text,
+            "engine": facts.engine,
+            "version": facts.version,
+            "model": facts.model,
+            "context_tokens": facts.context_tokens,
+        },
+        "workload": {
+            "name": prepared.workload.name,
+            "prompt_tokens": prepared.workload.prompt_tokens,
+            "output_tokens": prepared.workload.output_tokens,
+            "seed": evidence.seed,
+        },
+        **verdict.to_json(),
+        "interrupted": evidence.ending.interrupted,
+        "exit_code": INTERRUPTED if evidence.ending.interrupted else verdict.exit_code,
+        "load_line": {
+            "configured": line.configured,
+            "measured": line.measured,
+            "bound_by": line.bound_by.value,
+            "evidence": line.evidence,
+            "next_step": line.next_step,
+        },
+        "slo_line": _slo_line(evidence, line, exact=slo_exact),
+        "stages": [_stage(stage, evidence.book) for stage in seen],
+        "client": _client(evidence),
+        "tokens": {
+            "client_completion": evidence.client_tokens,
+            "server_completion": evidence.server_tokens(),
+            "wasted": evidence.wasted_tokens,
+        },
+        "drain": asdict(evidence.drain),
+        "checks": [one.to_json() for one in checks],
+        "findings": [finding.to_json() for finding in find(evidence, line, t_ns)],
+    }
+
+
+def interrupted_document(*, run: str, url: str, workload: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a run that was interrupted before its first request."""
+    reason = "interrupted during the preflight"
+    return {
+        "schema": SCHEMA,
+        "run": run,
+        "target": {"url": url, "engine": None, "version": None, "model": None, "context_tokens": None},
+        "workload": dict(workload),
+        "verdict": Ruling.INCONCLUSIVE.value,
+        "reason": reason,
+        "interrupted": True,
+        "exit_code": INTERRUPTED,
+        "load_line": {
+            "configured": None,
+            "measured": None,
+            "bound_by": BoundBy.UNKNOWN.value,
+            "evidence": reason,
+            "next_step": "run again",
+        },
+        "slo_line": None,
+        "stages": [],
+        "client": None,
+        "tokens": {"client_completion": 0, "server_completion": None, "wasted": 0},
+        "drain": None,
+        "checks": [],
+        "findings": [],
+    }
+
+
+def _failure(line: LoadLine, checks: str) -> str:
+    """A failed run in one sentence; what binds comes before what else failed."""
+    if line.limit_in_effect is False:
+        return f"the configured limit of {line.configured} is not in effect: more ran at once ({line.evidence})"
+    if line.configured is None or line.measured is None or line.measured >= line.configured:
+        return checks
+    holds = {
+        BoundBy.KV_CACHE: f"the KV cache holds {line.measured} requests of this workload at once",
+        BoundBy.BATCH_SLOTS: f"the server runs {line.measured} requests at once",
+        BoundBy.TOKEN_BUDGET: f"prompts queue for the token budget above {line.measured} requests at once",
+        BoundBy.GPU_MEMORY: f"GPU memory runs out above {line.measured} requests at once",
+        BoundBy.ERRORS: f"requests fail above {line.measured} at once",
+    }.get(line.bound_by, f"{line.measured} requests run at once")
+    return f"{holds}, not the configured {line.configured}"
+
+
+def _success(line: LoadLine) -> str:
+    if line.configured is None:
+        return f"a load line was found at {line.measured}; nothing was configured to compare it with"
+    return f"all {line.configured} configured requests run at once, and a queue forms above {line.measured}"
+
+
+def _slo_line(evidence: Evidence, line: LoadLine, *, exact: bool) -> dict[str, Any] | None:
+    workload = evidence.prepared.workload
+    if workload.slo.ttft_seconds is None and workload.slo.tpot_seconds is None:
+        return None
+    missed = [
+        stage
+        for stage in evidence.stages
+        if stage.counted and stage.tally.slo_met() is False and stage.spec.offered > (line.slo_measured or 0)
+    ]
+    first = min(missed, key=lambda stage: stage.spec.offered, default=None)
+    why = None if first is None else f"{first.tally.worst_slo() or 'requests failed'} at {first.spec.offered}"
+    return {"measured": line.slo_measured, "bound_by": why, "workload": workload.name, "exact": exact}
+
+
+def _client(evidence: Evidence) -> dict[str, Any]:
+    loop_lags = sorted(health.loop_lag_p99_seconds for health in evidence.health)
+    sources = evidence.arrival_sources
+    problem = evidence.client_problem()
+    return {
+        "valid": problem is None,
+        "problem": problem,
+        "send_lag_seconds": _spread(summarize(evidence.send_lag)),
+        "arrival_lag_seconds": {
+            **_spread(summarize(evidence.arrival_lag)),
+            "source": "kernel" if sources == {"kernel"} else "read" if sources else None,
+        },
+        "loop_lag_seconds": {"p99": _round(loop_lags[len(loop_lags) // 2], 6) if loop_lags else None},
+        "cpu_ratio": _round(evidence.client_cpu_ratio()),
+    }
+
+
+def _stage(stage: StageRun, book: TokenBook) -> dict[str, Any]:
+    view, tally = stage.view, stage.tally
+    assert view is not None  # noqa: S101 - only stages that were seen are reported
+    seen = view.observation
+    return {
+        "name": stage.spec.name,
+        "purpose": stage.spec.purpose,
+        "offered": stage.spec.offered,
+        "held": did_hold(seen)[0],
+        "settled": stage.settled,
+        "complete": stage.complete,
+        "seconds": round(view.seconds, 3),
+        "running": _gauge(view.running),
+        "waiting": _gauge(view.waiting),
+        "kv_cache_usage_ratio": _gauge(view.kv_cache),
+        "gpu_memory_used_bytes": {"max": view.gpu_memory_used_bytes},
+        "preemptions": view.preemptions,
+        "requests": {"issued": tally.issued, **{outcome.value: tally.outcomes[outcome] for outcome in Outcome}},
+        "ttft_seconds": _percentiles(tally.ttft()),
+        "tpot_seconds": _percentiles(tally.tpot()),
+        "frame_gap_seconds": _percentiles(tally.frame_gap()),
+        "e2e_seconds": _percentiles(tally.e2e()),
+        "prefill_tokens_per_second": _round(tally.prefill().p50),
+        "decode_tokens_per_second": _round(tally.decode().p50),
+        "output_tokens_per_second": _round(seen.output_tokens_per_second),
+        "prompt_tokens_per_second": _round(book.prompt_rate(*stage.window)),
+        "requests_per_second": _round(tally.request_rate(view.seconds)),
+        "goodput_per_second": _round(tally.goodput_rate(view.seconds)),
+        "first_error": tally.first_error,
+    }
+
+
+def _gauge(level: Gauge) -> dict[str, float | None]:
+    return {"p50": _round(level.p50), "mean": _round(level.mean), "max": _round(level.max)}
+
+
+def _percentiles(values: Percentiles) -> dict[str, float | int | None]:
+    return {**_spread(values, 6), "p95": _round(values.p95, 6), "samples": values.samples}
+
+
+def _spread(values: Percentiles, digits: int = 7) -> dict[str, float | None]:
+    return {"p50": _round(values.p50, digits), "p99": _round(values.p99, digits), "max": _round(values.max, digits)}
+
+
+def _round(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)

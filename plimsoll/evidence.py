@@ -1,0 +1,206 @@
+"""Everything that a stress run has gathered, as it comes in; what is made of it is in `plimsoll.conclusion`."""
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+
+from loadgen.driver_link import ClientHealth
+from loadgen.load_line import StageSpec
+from loadgen.observation import ErrorClasses, StageView, counter_increase, view_stage
+from loadgen.prompts import Calibration
+from loadgen.tally import GOOD, StageTally, TokenBook
+from loadgen.workloads import Workload
+from monitor.http import BaseUrl
+from monitor.sampler import Tick
+from serving.clock import NS
+from serving.engines import TargetFacts
+from serving.records import Outcome, RequestRecord
+
+__all__ = ["Drain", "Ending", "Evidence", "Prepared", "StageRun"]
+
+SEND_LAG_SHARE = 0.05
+"""Send lag may reach this share of the TTFT limit (of one second without one) before it falsifies the measurement."""
+CPU_LIMIT_RATIO = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the preflight found out.
+
+    `limit` is the batch limit to prove, `limit_source` where it was read, `server_limit` what the server itself says.
+    """
+
+    base: BaseUrl
+    facts: TargetFacts
+    api: str
+    calibration: Calibration
+    workload: Workload
+    limit: int | None
+    limit_source: str
+    server_limit: int | None
+
+
+@dataclass(slots=True)
+class StageRun:
+    """One stage while it runs and afterwards."""
+
+    spec: StageSpec
+    counted: bool
+    t_start_ns: int
+    tally: StageTally
+    errors: ErrorClasses
+    t_settled_ns: int | None = None
+    t_end_ns: int | None = None
+    settled: bool = False
+    complete: bool = False
+    view: StageView | None = None
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The measured window."""
+        return self.t_settled_ns or self.t_start_ns, self.t_end_ns or self.t_start_ns
+
+
+@dataclass(slots=True)
+class Drain:
+    """What the server looked like once the last request was answered."""
+
+    running: float | None = None
+    waiting: float | None = None
+    kv_cache_usage_ratio: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(slots=True)
+class Ending:
+    """Why a run ended before its time, if it did."""
+
+    interrupted: bool = False
+    server_died: str | None = None
+    driver_died: str | None = None
+    record_error: str | None = None
+
+    @property
+    def early(self) -> bool:
+        """Whether the run has to stop now."""
+        return self.interrupted or any((self.server_died, self.driver_died, self.record_error))
+
+
+@dataclass(slots=True)
+class Evidence:
+    """The run so far. Times are `t_ns`; `t_traffic_ns` is when the first request could have been sent."""
+
+    prepared: Prepared
+    seed: int
+    ending: Ending = field(default_factory=Ending)
+    drain: Drain = field(default_factory=Drain)
+    stages: list[StageRun] = field(default_factory=list)
+    ticks: list[Tick] = field(default_factory=list)
+    health: list[ClientHealth] = field(default_factory=list)
+    book: TokenBook = field(default_factory=TokenBook)
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    send_lag: "array[float]" = field(default_factory=lambda: array("d"))
+    arrival_lag: "array[float]" = field(default_factory=lambda: array("d"))
+    arrival_sources: set[str] = field(default_factory=set)
+    client_error: str | None = None
+    client_tokens: int = 0
+    wasted_tokens: int = 0
+    e2e_max_seconds: float = 0.0
+    t_traffic_ns: int = 0
+    t_last_good_ns: int = 0
+    failed_ticks: int = 0
+    refused_ticks: int = 0
+    """Scrapes refused in a row until now."""
+
+    def add_tick(self, tick: Tick) -> None:
+        """Take in one sample."""
+        self.ticks.append(tick)
+        if tick.up:
+            self.failed_ticks = self.refused_ticks = 0
+            self.t_last_good_ns = max(self.t_last_good_ns, tick.t_ns)
+            return
+        self.failed_ticks += 1
+        self.refused_ticks = self.refused_ticks + 1 if "refused" in (tick.failure or "") else 0
+
+    def add_record(self, record: RequestRecord) -> None:
+        """Take in one request that ended."""
+        self.outcomes[record.outcome] += 1
+        self.book.add(record)
+        self.client_tokens += record.completion_tokens or 0
+        if record.outcome in GOOD:
+            self.t_last_good_ns = max(self.t_last_good_ns, record.t_end_ns)
+            if record.t_send_ns is not None:
+                self.e2e_max_seconds = max(self.e2e_max_seconds, (record.t_end_ns - record.t_send_ns) / NS)
+        else:
+            self.wasted_tokens += record.completion_tokens or record.frames
+        if record.outcome is Outcome.CLIENT_ERROR and self.client_error is None:
+            self.client_error = record.error
+        stage = next((stage for stage in reversed(self.stages) if stage.spec.name == record.stage), None)
+        if stage is None:
+            return
+        stage.tally.add(record)
+        stage.errors.add(record)
+        if stage.counted:
+            if record.t_send_ns is not None:
+                self.send_lag.append((record.t_send_ns - record.t_plan_ns) / NS)
+            if record.arrival_lag_us is not None:
+                self.arrival_lag.append(record.arrival_lag_us / 1e6)
+                self.arrival_sources.add(record.arrival_source)
+
+    def see(self, stage: StageRun) -> StageView:
+        """Reduce one stage to what the search needs, and keep it."""
+        stage.view = view_stage(
+            stage.spec.offered,
+            self.ticks,
+            stage.window,
+            stage.tally,
+            self.book,
+            stage.errors,
+            client_valid=self.client_problem() is None,
+            server_died=self.ending.server_died is not None and stage is self.stages[-1],
+        )
+        return stage.view
+
+    def client_problem(self) -> str | None:
+        """Why the load generator's figures cannot be trusted, or None."""
+        if self.outcomes[Outcome.CLIENT_ERROR]:
+            return f"{self.outcomes[Outcome.CLIENT_ERROR]} requests could not be sent: {self.client_error}"
+        limit = max(0.001, SEND_LAG_SHARE * (self.prepared.workload.slo.ttft_seconds or 1.0))
+        ordered = sorted(self.send_lag)
+        late = ordered[int(0.99 * len(ordered))] if ordered else 0.0
+        if late > limit:
+            return f"send lag p99 {late * 1000:.0f} ms > {limit * 1000:.0f} ms"
+        busy = self.client_cpu_ratio()
+        if busy is not None and busy > CPU_LIMIT_RATIO:
+            return f"the load generator used {busy:.0%} of its core"
+        return None
+
+    def client_cpu_ratio(self) -> float | None:
+        """Median share of one core that the load generator used; the first report is its start-up."""
+        ratios = sorted(health.cpu_ratio for health in self.health[1:])
+        return ratios[len(ratios) // 2] if len(ratios) >= 3 else None
+
+    def server_tokens(self) -> int | None:
+        """Tokens that the server says it generated since just before the first request; None where it does not say."""
+        name = "generation_tokens_total"
+        told = [tick for tick in self.ticks if tick.up and name in tick.values]
+        before = [tick for tick in told if tick.t_ns <= self.t_traffic_ns][-1:]
+        during = [tick for tick in told if tick.t_ns > self.t_traffic_ns]
+        grown = counter_increase([tick.values[name] for tick in (*before, *during)])
+        return None if grown is None else round(grown)
+
+    def idle_kv_ratio(self) -> float | None:
+        """KV-cache usage before the first request."""
+        name = "kv_cache_usage_ratio"
+        values = [t.values[name] for t in self.ticks if t.t_ns <= self.t_traffic_ns and name in t.values]
+        return min(values, default=None)
+
+    def swap_growth_bytes(self) -> float | None:
+        """How far swap rose above its first reading: the server's where its process is known, else the host's."""
+
+        def used(tick: Tick) -> float | None:
+            swaps = [p["process_swap_bytes"] for p in tick.processes.values() if "process_swap_bytes" in p]
+            return sum(swaps) if swaps else tick.values.get("host_swap_used_bytes")
+
+        values = [value for value in map(used, self.ticks) if value is not None]
+        return max(values) - values[0] if values else None

@@ -1,0 +1,130 @@
+"""A stress run for people: the table at the end, from the same document that `--json` prints."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+__all__ = ["figure", "render_stress", "seconds"]
+
+_COLOURS = {"pass": "green", "fail": "red", "inconclusive": "yellow"}
+_FAILURES = ("short", "truncated", "stream_error", "http_error", "timeout", "client_error", "cancelled", "unfinished")
+
+
+def figure(value: float | None, *, digits: int = 3) -> str:
+    """A number for people; a dash when it was not measured."""
+    if value is None:
+        return "–"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration for people, in the unit that fits."""
+    if value is None:
+        return "–"
+    if value < 0.001:
+        return f"{value * 1e6:.0f} µs"
+    if value < 1:
+        return f"{value * 1000:.0f} ms" if value >= 0.01 else f"{value * 1000:.1f} ms"
+    return f"{value:.2f} s" if value < 100 else f"{value:.0f} s"
+
+
+def percent(value: float | None) -> str:
+    """A ratio as a percentage."""
+    return "–" if value is None else f"{value:.0%}"
+
+
+def render_stress(document: Mapping[str, Any], console: Console) -> None:
+    """Print one stress run."""
+    console.print(_stage_table(document))
+    console.print(Panel(_summary(document), title=_title(document), title_align="left", box=box.ROUNDED))
+
+
+def _title(document: Mapping[str, Any]) -> str:
+    verdict = document["verdict"]
+    if document.get("interrupted"):
+        return "[yellow]interrupted: a partial result[/]"
+    return f"[{_COLOURS[verdict]} bold]{verdict}[/]"
+
+
+def _stage_table(document: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    names = "offered,running,waiting,KV cache,ok,failed,TTFT p50,TPOT p50,gap p99,tok/s,req/s"
+    for name in names.split(","):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("held", no_wrap=True)
+    for stage in document["stages"]:
+        requests = stage["requests"]
+        failed = sum(requests[name] for name in _FAILURES)
+        held = {True: "[green]yes[/]", False: "[red]no[/]", None: "–"}[stage["held"]]
+        kv = stage["kv_cache_usage_ratio"]
+        table.add_row(
+            str(stage["offered"]),
+            figure(stage["running"]["p50"]),
+            figure(stage["waiting"]["mean"]),
+            percent(kv["max"]),
+            str(requests["ok"]),
+            f"[red]{failed}[/]" if failed else "0",
+            seconds(stage["ttft_seconds"]["p50"]),
+            seconds(stage["tpot_seconds"]["p50"]),
+            seconds(stage["frame_gap_seconds"]["p99"]),
+            figure(stage["output_tokens_per_second"]),
+            figure(stage["requests_per_second"]),
+            held,
+        )
+    return table
+
+
+def _summary(document: Mapping[str, Any]) -> Group:
+    line = document["load_line"]
+    measured = "none" if line["measured"] is None else str(line["measured"])
+    configured = "not configured" if line["configured"] is None else f"configured {line['configured']}"
+    target = document["target"]
+    engine = " ".join(str(part) for part in (target["engine"], target["version"]) if part)
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", no_wrap=True)
+    rows.add_column()
+
+    def add(name: str, text: str) -> None:
+        rows.add_row(name, escape(text))
+
+    add("load line", f"{measured} ({configured}), bound by {line['bound_by']}")
+    add("evidence", line["evidence"])
+    add("next step", line["next_step"])
+    add("reason", document["reason"])
+    slo = document.get("slo_line")
+    if slo is not None and slo["measured"] is not None:
+        add("SLO line", f"{slo['measured']} ({slo['workload']})" + (f"; {slo['bound_by']}" if slo["bound_by"] else ""))
+    tokens = document["tokens"]
+    if tokens["server_completion"] is not None:
+        same = "equal" if tokens["client_completion"] == tokens["server_completion"] else "differ"
+        add(
+            "output tokens",
+            f"client {tokens['client_completion']:,}, server {tokens['server_completion']:,}: {same}"
+            + (f"; {tokens['wasted']:,} wasted on failed requests" if tokens["wasted"] else ""),
+        )
+    client = document["client"]
+    lag = client["arrival_lag_seconds"]
+    add(
+        "client",
+        f"{'valid' if client['valid'] else 'NOT VALID'}: send lag p99 {seconds(client['send_lag_seconds']['p99'])}, "
+        f"arrival lag p99 {seconds(lag['p99'])} ({lag['source']}), CPU {percent(client['cpu_ratio'])}",
+    )
+    drain = document["drain"]
+    if drain is not None and drain["seconds"] is not None:
+        add(
+            "drain",
+            f"running {figure(drain['running'])}, waiting {figure(drain['waiting'])}, "
+            f"KV cache {percent(drain['kv_cache_usage_ratio'])} after {seconds(drain['seconds'])}",
+        )
+    add("target", f"{target['url']}  {engine}  {target['model']}")
+    add("run file", str(document["run"]))
+    for finding in document["findings"]:
+        rows.add_row(f"[yellow]{finding['severity']}[/]", escape(f"{finding['title']}: {finding['evidence']}"))
+    return Group(rows)

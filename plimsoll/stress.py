@@ -1,0 +1,651 @@
+"""`plimsoll stress`: push load up to the batch limit and past it, observe, name what binds, judge.
+
+Preflight (probe, smoke request, prompt calibration) -> idle head -> warm-up, not counted -> the stages that
+`loadgen.load_line` asks for -> stop, drain, idle tail -> verdict. The run is one SQLite file from its first second on,
+so whatever ends it early (Ctrl-C, the server, the load generator) leaves a readable partial result.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from loadgen.driver_link import DriverConfig, DriverLink
+from loadgen.load_line import LoadLineSearch, StageSpec, did_hold
+from loadgen.observation import ErrorClasses
+from loadgen.plan import PlanName, StagePacer, StagePhase, StagePolicy
+from loadgen.prompts import calibrate
+from loadgen.tally import SloLimits, StageTally
+from loadgen.workloads import WORKLOADS, find_workload
+from monitor.gpu import gpu_reader
+from monitor.history import SqliteHistory
+from monitor.http import converse, open_session, parse_url
+from monitor.process import find_listener
+from monitor.sampler import Sampler, Tick
+from plimsoll.conclusion import document, interrupted_document
+from plimsoll.evidence import Drain, Evidence, Prepared, StageRun
+from plimsoll.report import render_stress
+from serving.clock import NS, SystemClock
+from serving.engines import ENGINES, TargetFacts, probe, startup_facts
+from serving.errors import ConfigError, RecordError, TargetError
+from serving.records import Event, RequestRecord, Stage
+from serving.settings import read_settings
+from serving.smoke import smoke
+
+__all__ = ["EXAMPLES", "StressOptions", "add_arguments", "execute", "finish", "run"]
+
+EXAMPLES = """examples:
+  plimsoll stress http://127.0.0.1:8000 --workload interactive --max-batch 48
+  plimsoll stress http://127.0.0.1:8000 --workload long-document --settings hy3-serving.yaml --duration 30m
+  plimsoll stress http://127.0.0.1:8080 --workload offline-batch --stage-seconds 10 --json > result.json
+
+An API key is read from PLIMSOLL_API_KEY and kept out of every file. Ctrl-C ends the run early with a partial result."""
+
+MAX_BATCH = 4096
+REFUSED_TICKS = 3
+"""Scrapes refused in a row after which the server is taken to be dead."""
+SILENT_SECONDS = 30.0
+"""Neither a scrape nor a request succeeded for this long: the same."""
+IDLE_HEAD_TICKS = 2
+DRAIN_LIMIT_SECONDS = 60.0
+IDLE_TAIL_SECONDS = 3.0
+WARMUP = "warmup"
+
+
+@dataclass(frozen=True, slots=True)
+class StressOptions:
+    """What is asked of a run; `None` means that it is for the server or the workload to tell."""
+
+    url: str
+    workload: str = "interactive"
+    settings: Path | None = None
+    max_batch: int | None = None
+    model: str | None = None
+    log: Path | None = None
+    plan: PlanName = PlanName.LOAD_LINE
+    stage_seconds: float | None = None
+    duration_seconds: float | None = None
+    out: Path | None = None
+    seed: int = 1
+    interval_seconds: float = 1.0
+    gpu: str = "auto"
+    pid: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    ceiling: int = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("url", metavar="URL", help="the server's base URL, e.g. http://127.0.0.1:8000")
+    parser.add_argument(
+        "--workload", default="interactive", metavar="W", help=f"one of {', '.join(WORKLOADS)} (default: interactive)"
+    )
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument("--settings", type=Path, metavar="FILE", help="serving settings with max_batch_size")
+    limit.add_argument("--max-batch", type=_count, metavar="N", help="the configured batch limit")
+    parser.add_argument("--model", help="model name to ask for (default: the server's first)")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="the server's start-up log: tells what HTTP does not")
+    parser.add_argument(
+        "--plan",
+        default=PlanName.LOAD_LINE.value,
+        metavar="PLAN",
+        help="load_line (default), or slo: also bisect for the largest concurrency that meets the workload's SLOs",
+    )
+    pace = parser.add_mutually_exclusive_group()
+    pace.add_argument("--stage-seconds", type=_seconds, metavar="S", help="measured length of a stage (default: 30)")
+    pace.add_argument("--duration", type=_seconds, metavar="D", help="about how long all stages may take: 90, 10m, 1h")
+    parser.add_argument("--prompt-tokens", type=_count, metavar="N", help="mean prompt length, not the workload's")
+    parser.add_argument("--output-tokens", type=_count, metavar="N", help="mean output length, not the workload's")
+    parser.add_argument("--ceiling", type=_count, default=256, metavar="N", help="where an unlimited search gives up")
+    parser.add_argument("--seed", type=int, default=1, help="seed of prompts and lengths (default: 1)")
+    parser.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="sampling interval (default: 1 s)")
+    parser.add_argument("--gpu", default="auto", metavar="G", help="auto, none, or the URL of a DCGM exporter")
+    parser.add_argument("--pid", type=int, help="the server's process (default: found by its port on this host)")
+    parser.add_argument("--out", type=Path, metavar="RUN.db", help="run file (default: runs/TIME.db)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    try:
+        plan = PlanName(arguments.plan)
+    except ValueError:
+        raise ConfigError(f"--plan {arguments.plan}: choose one of {', '.join(PlanName)}") from None
+    options = StressOptions(
+        url=arguments.url,
+        workload=arguments.workload,
+        settings=arguments.settings,
+        max_batch=arguments.max_batch,
+        model=arguments.model,
+        log=arguments.log,
+        plan=plan,
+        stage_seconds=arguments.stage_seconds,
+        duration_seconds=arguments.duration,
+        out=arguments.out,
+        seed=arguments.seed,
+        interval_seconds=arguments.interval,
+        gpu=arguments.gpu,
+        pid=arguments.pid,
+        prompt_tokens=arguments.prompt_tokens,
+        output_tokens=arguments.output_tokens,
+        ceiling=arguments.ceiling,
+    )
+    return finish(asyncio.run(execute(options, Console(stderr=True))), as_json=arguments.json)
+
+
+def finish(result: dict[str, Any], *, as_json: bool) -> int:
+    """Print a finished run, for a program or for people, and return its exit code."""
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        render_stress(result, Console())
+    code: int = result["exit_code"]
+    return code
+
+
+async def execute(options: StressOptions, console: Console) -> dict[str, Any]:
+    """Run it; returns the document of `--json`.
+
+    Args:
+        options: what is asked.
+        console: where progress for people goes; stdout stays free.
+
+    Raises:
+        ConfigError: wrong options, settings or output path.
+        TargetError: the target cannot be used before the run began.
+        RecordError: the run file could not be written to its end.
+    """
+    return await _StressRun(options, console).execute()
+
+
+class _StressRun:
+    def __init__(self, options: StressOptions, console: Console) -> None:
+        self.options = options
+        self.console = console
+        self.clock = SystemClock()
+        self.workload = find_workload(options.workload)
+        self.path = options.out or Path("runs") / f"{datetime.now(UTC):%Y-%m-%dT%H-%M-%SZ}.db"
+        self.policy = StagePolicy()
+        self.pacer: StagePacer | None = None
+        self.in_flight = 0
+        self.interrupted = False
+        self.evidence: Evidence
+        self.history: SqliteHistory
+        self.link: DriverLink
+
+    async def execute(self) -> dict[str, Any]:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def interrupt() -> None:
+            # Before there is traffic, and at the second Ctrl-C, nothing is worth waiting for.
+            if task is not None and (self.interrupted or not hasattr(self, "evidence")):
+                task.cancel()
+            self.interrupted = True
+            if hasattr(self, "evidence"):
+                self.evidence.ending.interrupted = True
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+        try:
+            async with open_session() as session:
+                try:
+                    prepared = await self._prepare(session)
+                except asyncio.CancelledError:
+                    return self._interrupted_early()
+                self.evidence = Evidence(prepared, self.options.seed)
+                self.evidence.ending.interrupted = self.interrupted
+                with self._create_history() as self.history:
+                    return await self._measure(session)
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    # ---- before traffic
+
+    async def _prepare(self, session: aiohttp.ClientSession) -> Prepared:
+        options = self.options
+        base = parse_url(options.url)
+        _require_writable(self.path)
+        for note in base.notes:
+            self._say(note)
+        facts = await converse(session, base.text, probe(options.model))
+        for note in facts.notes:
+            self._say(note)
+        limit, source, server_limit = self._find_limit(facts)
+        workload = self.workload.scaled(
+            facts.context_tokens, prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens
+        )
+        answer = await converse(session, base.text, smoke(facts.model))
+        if not answer.generated:
+            raise TargetError(f"{base.text} answers but does not generate: {answer.reason}")
+        calibration = await converse(session, base.text, calibrate(facts.model, answer.api, facts.context_tokens))
+        self._say(
+            f"{base.text}: {facts.engine}, model {facts.model}, context {facts.context_tokens or 'unknown'} tokens; "
+            + (f"batch limit {limit} ({source})" if limit else f"{source}: searching upwards by doubling")
+        )
+        self._say(
+            f"workload {workload.name}: {workload.prompt_tokens} tokens in, {workload.output_tokens} out on average, "
+            f"seed {options.seed}"
+        )
+        return Prepared(base, facts, answer.api, calibration, workload, limit, source, server_limit)
+
+    def _find_limit(self, facts: TargetFacts) -> tuple[int | None, str, int | None]:
+        """The batch limit to prove, where it was read, and what the server itself says."""
+        options = self.options
+        told, told_by = facts.max_running_requests, facts.max_running_source or "the server"
+        if options.log is not None:
+            try:
+                text = options.log.read_text(encoding="utf-8", errors="replace")
+            except OSError as error:
+                raise ConfigError(f"--log {options.log}: {error.strerror}") from None
+            from_log = startup_facts(ENGINES[facts.engine], text).get("max_running_requests")
+            if from_log is not None:
+                told, told_by = from_log, str(options.log)
+        if options.settings is not None:
+            limit, source = read_settings(options.settings).max_batch_size, str(options.settings)
+            if limit is None:
+                raise ConfigError(f"{source}: no max_batch_size in it; add the line, or give --max-batch instead")
+        elif options.max_batch is not None:
+            limit, source = options.max_batch, "--max-batch"
+        elif told is not None:
+            limit, source = told, f"told by {told_by}"
+        else:
+            return None, "nothing tells the batch limit (--settings, --max-batch, --log, the server)", None
+        if not 1 <= limit <= MAX_BATCH:
+            raise ConfigError(f"{source}: a batch limit of {limit} is outside 1..{MAX_BATCH}")
+        return limit, source, told
+
+    def _create_history(self) -> SqliteHistory:
+        history = SqliteHistory.create(self.path)
+        history.set_manifest(
+            {
+                "kind": "stress",
+                "plimsoll_version": version("plimsoll"),
+                "started_t_ns": self.clock.now_ns(),
+                "anchor_ns": self.clock.anchor_ns,
+                "options": _plain(asdict(self.options)),
+            }
+        )
+        return history
+
+    def _interrupted_early(self) -> dict[str, Any]:
+        with self._create_history() as history:
+            history.append_event(Event(self.clock.now_ns(), "interrupted", "during the preflight"))
+            workload = {
+                "name": self.workload.name,
+                "prompt_tokens": self.workload.prompt_tokens,
+                "output_tokens": self.workload.output_tokens,
+                "seed": self.options.seed,
+            }
+            result = interrupted_document(run=str(self.path), url=self.options.url, workload=workload)
+            history.set_manifest({"result": result})
+        return result
+
+    # ---- traffic
+
+    async def _measure(self, session: aiohttp.ClientSession) -> dict[str, Any]:
+        prepared = self.evidence.prepared
+        self.policy = self._stage_policy()
+        self.history.set_manifest(
+            {
+                "target": _plain(asdict(prepared.facts)),
+                "workload": _plain(asdict(prepared.workload)),
+                "calibration": _plain(asdict(prepared.calibration)),
+                "limit": {"value": prepared.limit, "source": prepared.limit_source, "server": prepared.server_limit},
+                "stage_policy": _plain(asdict(self.policy)),
+            }
+        )
+        search = LoadLineSearch(
+            prepared.limit,
+            ceiling=self.options.ceiling,
+            slots=prepared.server_limit,
+            refine_slo=self.options.plan is PlanName.SLO,
+        )
+        # A second Ctrl-C cancels whatever is being waited for; what was measured until then is still concluded.
+        with contextlib.suppress(asyncio.CancelledError):
+            async with self._sampling(session), self._driving():
+                await self._wait(lambda: len(self.evidence.ticks) >= IDLE_HEAD_TICKS, limit_seconds=10.0)
+                self.evidence.t_traffic_ns = self.clock.now_ns()
+                await self._climb(search)
+                await self._stop()
+                await self._watch_drain()
+        return self._conclude(search)
+
+    def _stage_policy(self) -> StagePolicy:
+        options = self.options
+        if options.stage_seconds is not None:
+            return StagePolicy().with_stage_seconds(options.stage_seconds)
+        if options.duration_seconds is None:
+            return StagePolicy()
+        limit = self.evidence.prepared.limit
+        stages = LoadLineSearch(limit).stages_left() if limit else 2 * math.ceil(math.log2(options.ceiling))
+        share = options.duration_seconds / (stages + 1)
+        # With a stated duration a slow server gets shorter measurements, not a longer run.
+        return replace(StagePolicy().with_stage_seconds(max(3.0, 0.7 * share)), max_seconds=max(3.0, share))
+
+    async def _climb(self, search: LoadLineSearch) -> None:
+        first = search.next_stage()
+        if first is None:
+            return
+        with _progress(self.console) as progress:
+            bar = progress.add_task("warm-up", total=None, figures="")
+            warmup = replace(
+                self.policy,
+                min_seconds=self.policy.warmup_seconds,
+                min_requests=min(4, first.offered),
+                requests_per_user=0.0,
+                min_samples=1,
+            )
+            spec = StageSpec(WARMUP, first.offered, "warmup")
+            await self._run_stage(spec, warmup, self._show(progress, bar, spec, 0, 0))
+            done = 0
+            while not self.evidence.ending.early and (spec := search.next_stage()) is not None:
+                total = done + search.stages_left()
+                stage = await self._run_stage(spec, self.policy, self._show(progress, bar, spec, done, total))
+                done += 1
+                if stage.complete or self.evidence.ending.server_died:
+                    search.record(self.evidence.see(stage).observation)
+                    self._report_stage(stage)
+
+    async def _run_stage(
+        self, spec: StageSpec, policy: StagePolicy, on_progress: Callable[[StagePacer], None]
+    ) -> StageRun:
+        prepared, ending = self.evidence.prepared, self.evidence.ending
+        pacer = StagePacer(spec.offered, policy, self.clock.now_ns())
+        slo = SloLimits(prepared.workload.slo.ttft_seconds, prepared.workload.slo.tpot_seconds)
+        stage = StageRun(
+            spec,
+            spec.name != WARMUP,
+            pacer.t_start_ns,
+            StageTally(slo),
+            ErrorClasses(ENGINES[prepared.facts.engine].complaint),
+        )
+        self.evidence.stages.append(stage)
+        self.pacer = pacer
+        await self.link.stage(spec.name, spec.offered)
+        while pacer.advance(self.clock.now_ns()) is not StagePhase.DONE and not ending.early:
+            stage.t_settled_ns = stage.tally.t_settled_ns = pacer.t_settled_ns
+            on_progress(pacer)
+            await self.clock.sleep(0.1)
+            self._look_for_death()
+        stage.t_settled_ns = stage.tally.t_settled_ns = pacer.t_settled_ns
+        stage.t_end_ns = stage.tally.t_end_ns = self.clock.now_ns()
+        stage.settled, stage.complete = pacer.settled, pacer.phase is StagePhase.DONE
+        times = (stage.t_start_ns, stage.t_settled_ns, stage.t_end_ns)
+        self.history.append_stage(Stage(spec.name, spec.offered, *times, stage.counted and stage.complete))
+        return stage
+
+    def _look_for_death(self) -> None:
+        """Decide whether the server is gone."""
+        evidence, now_ns = self.evidence, self.clock.now_ns()
+        if evidence.ending.server_died is not None or not evidence.failed_ticks:
+            return
+        silent = (now_ns - max(evidence.t_last_good_ns, evidence.t_traffic_ns)) / NS
+        if evidence.refused_ticks >= REFUSED_TICKS:
+            evidence.ending.server_died = "it refuses connections"
+        elif silent >= SILENT_SECONDS:
+            failure = evidence.ticks[-1].failure
+            evidence.ending.server_died = f"no scrape and no request succeeded for {silent:.0f} s ({failure})"
+        else:
+            return
+        self.history.append_event(Event(now_ns, "server_died", evidence.ending.server_died))
+
+    async def _stop(self) -> None:
+        ending = self.evidence.ending
+        if ending.driver_died:
+            return
+        grace = min(120.0, 10 + 3 * self.evidence.e2e_max_seconds)
+        if ending.interrupted or ending.server_died:
+            grace = 2.0
+        self._say(f"stopping: up to {grace:.0f} s for the requests in flight")
+        await self.link.stop(grace)
+
+    async def _watch_drain(self) -> None:
+        """Wait until the server is idle again, then a little longer, and note what it looks like."""
+        if self.evidence.ending.early:
+            return
+        began_ns = self.clock.now_ns()
+
+        def latest() -> Tick | None:
+            ticks = self.evidence.ticks
+            return ticks[-1] if ticks and ticks[-1].up and ticks[-1].t_ns >= began_ns else None
+
+        def idle() -> bool:
+            tick = latest()
+            return tick is not None and not (
+                tick.values.get("requests_running", 0) or tick.values.get("requests_waiting", 0)
+            )
+
+        await self._wait(idle, limit_seconds=DRAIN_LIMIT_SECONDS)
+        seconds = (self.clock.now_ns() - began_ns) / NS
+        await self._wait(lambda: False, limit_seconds=IDLE_TAIL_SECONDS)
+        tick = latest()
+        if tick is not None:
+            self.evidence.drain = Drain(
+                tick.values.get("requests_running"),
+                tick.values.get("requests_waiting"),
+                tick.values.get("kv_cache_usage_ratio"),
+                round(seconds, 3),
+            )
+
+    async def _wait(self, condition: Callable[[], bool], *, limit_seconds: float) -> None:
+        until_ns = self.clock.now_ns() + round(limit_seconds * NS)
+        while not condition() and not self.evidence.ending.early and self.clock.now_ns() < until_ns:
+            await self.clock.sleep(0.1)
+
+    # ---- what comes in
+
+    @contextlib.asynccontextmanager
+    async def _sampling(self, session: aiohttp.ClientSession) -> AsyncIterator[None]:
+        prepared, options = self.evidence.prepared, self.options
+        pid = options.pid
+        if pid is None and prepared.base.is_loopback:
+            pid = find_listener(prepared.base.port)
+        sampler = Sampler(
+            self.clock,
+            session=session,
+            base_url=prepared.base.text,
+            engine=ENGINES[prepared.facts.engine],
+            interval_seconds=options.interval_seconds,
+            gpu=gpu_reader(options.gpu),
+            pid=pid,
+        )
+        sampler.add_listener(self._on_tick)
+        sampler.add_event_listener(self._on_event)
+        task = asyncio.create_task(sampler.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    @contextlib.asynccontextmanager
+    async def _driving(self) -> AsyncIterator[None]:
+        prepared = self.evidence.prepared
+        config = DriverConfig(
+            base_url=prepared.base.text,
+            model=prepared.facts.model,
+            api=prepared.api,
+            workload=prepared.workload,
+            calibration=prepared.calibration,
+            seed=self.options.seed,
+            ignore_eos=ENGINES[prepared.facts.engine].dialect.supports_ignore_eos,
+            anchor_ns=self.clock.anchor_ns,
+        )
+        self.link = await DriverLink.start(
+            config,
+            on_record=self._on_record,
+            on_in_flight=self._on_in_flight,
+            on_health=self.evidence.health.append,
+            on_died=self._on_driver_died,
+        )
+        try:
+            yield
+        finally:
+            await self.link.close()
+
+    def _on_tick(self, tick: Tick) -> None:
+        self.evidence.add_tick(tick)
+        self.history.append_tick(
+            self.evidence.prepared.base.text, tick.t_ns, tick.values, tick.gpus, tick.processes, tick.histograms
+        )
+        if self.pacer is not None:
+            self.pacer.on_sample(tick.values.get("requests_running"), tick.t_ns)
+        if self.history.error is not None:
+            self.evidence.ending.record_error = str(self.history.error)
+
+    def _on_event(self, event: Event) -> None:
+        self.history.append_event(event)
+        if event.kind == "restart" and self.evidence.ending.server_died is None:
+            self.evidence.ending.server_died = f"it restarted ({event.text})"
+
+    def _on_record(self, record: RequestRecord) -> None:
+        self.history.append_request(record)
+        self.evidence.add_record(record)
+        if self.pacer is not None:
+            self.pacer.on_request(record.t_plan_ns)
+
+    def _on_in_flight(self, in_flight: int, t_ns: int) -> None:
+        del t_ns
+        self.in_flight = in_flight
+        if self.pacer is not None:
+            self.pacer.on_in_flight(in_flight)
+
+    def _on_driver_died(self, code: int, last_words: str) -> None:
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        text = f"the load generator's process ended ({how})" + (f": {last_words}" if last_words else "")
+        self.evidence.ending.driver_died = text
+        self.history.append_event(Event(self.clock.now_ns(), "driver_died", text))
+
+    # ---- after traffic
+
+    def _conclude(self, search: LoadLineSearch) -> dict[str, Any]:
+        evidence = self.evidence
+        # Requests that ended after their stage did are in only now, so every stage is looked at again; whether the
+        # client kept up and the server lived was for its own time to say.
+        for stage in evidence.stages:
+            if stage.counted and stage.view is not None:
+                then = stage.view.observation
+                seen = replace(
+                    evidence.see(stage).observation, client_valid=then.client_valid, server_died=then.server_died
+                )
+                stage.view = replace(stage.view, observation=seen)
+                search.record(seen)
+        now_ns = self.clock.now_ns()
+        if evidence.ending.interrupted:
+            self.history.append_event(Event(now_ns, "interrupted", "by the user"))
+        result = document(
+            evidence,
+            search.result(),
+            run=str(self.path),
+            t_ns=now_ns,
+            slo_exact=self.options.plan is PlanName.SLO,
+        )
+        self.history.set_manifest({"result": result, "ended_t_ns": now_ns})
+        for finding in result["findings"]:
+            self.history.append_finding(now_ns, finding["rule"], "found", finding)
+        self.history.flush()
+        if self.history.error is not None:
+            raise RecordError(f"{self.path}: {self.history.error}; what was written until then is readable")
+        return result
+
+    # ---- for people
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    def _show(
+        self, progress: Progress, bar: TaskID, spec: StageSpec, done: int, total: int
+    ) -> Callable[[StagePacer], None]:
+        def show(pacer: StagePacer) -> None:
+            values = self.evidence.ticks[-1].values if self.evidence.ticks else {}
+            figures = [f"{self.in_flight} in flight"]
+            for name, label in (("requests_running", "running"), ("requests_waiting", "waiting")):
+                if name in values:
+                    figures.append(f"{values[name]:g} {label}")
+            if "kv_cache_usage_ratio" in values:
+                figures.append(f"KV cache {values['kv_cache_usage_ratio']:.0%}")
+            warming = spec.name == WARMUP
+            progress.update(
+                bar,
+                description="warm-up" if warming else f"{spec.offered} offered, {pacer.phase}",
+                total=None if warming else total,
+                completed=done + pacer.progress(self.clock.now_ns()),
+                figures=", ".join(figures),
+            )
+
+        return show
+
+    def _report_stage(self, stage: StageRun) -> None:
+        if stage.view is None:
+            return
+        held, why = did_hold(stage.view.observation)
+        rate = stage.view.observation.output_tokens_per_second
+        self._say(
+            f"{stage.spec.offered} offered: {'held' if held else 'did not hold'} ({why})"
+            + (f", {rate:,.0f} tokens/s" if rate else "")
+        )
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TextColumn("[dim]{task.fields[figures]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def _require_writable(path: Path) -> None:
+    """Refuse an output path before a single request is sent."""
+    if path.exists():
+        raise ConfigError(f"{path} exists already; a run never overwrites one: name another file with --out")
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if not 1 <= value <= 10_000_000:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0" if value < 1 else f"{value} is absurd")
+    return value
+
+
+def _seconds(text: str) -> float:
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+    number, scale = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1.0)
+    try:
+        value = float(number) * scale
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration: write 30, 90s, 10m or 1h") from None
+    if not 0 < value <= 366 * 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration above 0 and below a year")
+    return value
