@@ -1,0 +1,139 @@
+"""The smallest request that proves a server generates: a handful of tokens, not streamed.
+
+Needs no knowledge of the engine: it speaks what all of them share.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from serving.conversation import Conversation, HttpAnswer, HttpRequest
+
+__all__ = ["SmokeResult", "smoke"]
+
+_MAX_TOKENS = 8
+_PROMPT = "Say hello."
+_MESSAGE_LIMIT = 300
+
+
+@dataclass(frozen=True, slots=True)
+class SmokeResult:
+    """What came of the smallest request. The text itself is not kept.
+
+    Attributes:
+        answered: HTTP 200 with a body that can be read.
+        generated: the answer held text, and usage counted at least one token.
+        api: `chat` or `completions`, whichever gave this result.
+        prompt_tokens: from usage, or None.
+        completion_tokens: from usage, or None.
+        seconds: request to last byte, of the request that gave this result.
+        reason: why it did not generate, for people; None when it did.
+    """
+
+    answered: bool
+    generated: bool
+    api: str
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    seconds: float
+    reason: str | None = None
+
+
+def smoke(model: str, *, timeout_s: float = 120.0) -> Conversation[SmokeResult]:
+    """Ask `model` for at most eight tokens, over chat, or over completions where there is no chat.
+
+    Never raises: that the server cannot generate is the result.
+    """
+    shared = {"model": model, "max_tokens": _MAX_TOKENS, "temperature": 0, "stream": False}
+    chat = {**shared, "messages": [{"role": "user", "content": _PROMPT}]}
+    answer = yield HttpRequest("/v1/chat/completions", chat, timeout_s)
+    if not _chat_is_missing(answer):
+        return _judge(answer, "chat", model)
+    answer = yield HttpRequest("/v1/completions", {**shared, "prompt": _PROMPT}, timeout_s)
+    return _judge(answer, "completions", model)
+
+
+_NO_TEMPLATE = re.compile(r"chat[ _]template", re.IGNORECASE)
+_NO_MODEL = re.compile(r"model.{0,300}(?:does not exist|not found|not available|unknown)|unknown model", re.IGNORECASE)
+
+
+def _chat_is_missing(answer: HttpAnswer) -> bool:
+    if answer.status in (404, 405, 501):
+        # A 404 may also mean the model, and then the other path would say the same.
+        return _NO_MODEL.search(_message(answer)) is None
+    return answer.status in (400, 422) and _NO_TEMPLATE.search(_message(answer)) is not None
+
+
+def _judge(answer: HttpAnswer, api: str, model: str) -> SmokeResult:
+    def failed(reason: str, *, answered: bool = False) -> SmokeResult:
+        return SmokeResult(
+            answered=answered,
+            generated=False,
+            api=api,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            seconds=answer.seconds,
+            reason=reason,
+        )
+
+    prompt_tokens = completion_tokens = None
+    if answer.error is not None:
+        return failed(f"no answer: {answer.error[:_MESSAGE_LIMIT]}")
+    if answer.status in (401, 403):
+        return failed(f"HTTP {answer.status}: set PLIMSOLL_API_KEY to a key that the target accepts")
+    if answer.status != 200:
+        message = _message(answer)
+        if answer.status in (400, 404) and _NO_MODEL.search(message):
+            return failed(f"the target does not serve the model {model!r}: {message}")
+        return failed(f"HTTP {answer.status}: {message}")
+    page = answer.json()
+    if not isinstance(page, dict):
+        # The body may hold generated text, which is not ours to keep.
+        kind = answer.headers.get("content-type", "no content type")[:100]
+        return failed(f"HTTP 200, but the body is not a JSON object ({kind})")
+    if page.get("error"):
+        return failed(f"HTTP 200, but an error inside: {_message(answer)}")
+    usage = page.get("usage")
+    if isinstance(usage, dict):
+        prompt_tokens, completion_tokens = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+    if not _has_text(page):
+        return failed("the answer holds no text", answered=True)
+    if not completion_tokens:
+        return failed("the answer holds text, but usage counts no completion tokens", answered=True)
+    return SmokeResult(
+        answered=True,
+        generated=True,
+        api=api,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        seconds=answer.seconds,
+    )
+
+
+def _has_text(page: dict[str, Any]) -> bool:
+    choices = page.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, dict):
+        return False
+    message = choice.get("message")
+    # A reasoning model may spend all eight tokens thinking.
+    fields = ("content", "reasoning_content", "reasoning")
+    texts = [message.get(name) for name in fields] if isinstance(message, dict) else [choice.get("text")]
+    return any(isinstance(text, str) and text for text in texts)
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _message(answer: HttpAnswer) -> str:
+    """The server's own words, cut."""
+    page = answer.json() if len(answer.body) < 1_000_000 else None
+    if isinstance(page, dict):
+        error = page.get("error", page.get("detail", page.get("message")))
+        message = error.get("message", error) if isinstance(error, dict) else error
+        if message is not None:
+            return (message if isinstance(message, str) else json.dumps(message))[:_MESSAGE_LIMIT]
+    text = " ".join(answer.body[: 4 * _MESSAGE_LIMIT].decode("utf-8", "replace").split())
+    return text[:_MESSAGE_LIMIT] or "an empty body"
