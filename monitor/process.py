@@ -86,12 +86,16 @@ class ServerProcesses:
 
     Args:
         port: TCP port on which the server listens.
+        pid: the server's process, where the user knows it better (a server behind a port forwarder); the port is then
+            not looked at, and another process is never taken for it.
         proc: root of the proc file system.
     """
 
-    def __init__(self, port: int, proc: Path = _PROC) -> None:
+    def __init__(self, port: int, *, pid: int | None = None, proc: Path = _PROC) -> None:
         self._port = port
-        self._proc = proc
+        self._pid = pid
+        self.proc = proc
+        """Root of the proc file system."""
         self._reads_until_scan = 0
         self._members: dict[int, tuple[int, str]] = {}
         """Process id to its start and its role."""
@@ -99,6 +103,8 @@ class ServerProcesses:
         """Why the last read found nothing, for people."""
         self.start_timestamp_seconds: float | None = None
         """When the listening process started, Unix time, as of the last read."""
+        self.start_mark: str | None = None
+        """Names this start of the server: differs after a restart, and does not move with the wall clock."""
 
     def read(self) -> dict[str, dict[str, float]]:
         """Process signals by role, each summed over the processes of that role.
@@ -112,7 +118,7 @@ class ServerProcesses:
             self._scan()
         by_role: dict[str, list[dict[str, float]]] = defaultdict(list)
         for pid, (start_ticks, role) in self._members.items():
-            values = _read_process(pid, start_ticks, self._proc)
+            values = _read_process(pid, start_ticks, self.proc)
             if values:
                 by_role[role].append(values)
         return {role: _sum_common(group) for role, group in sorted(by_role.items())}
@@ -121,27 +127,30 @@ class ServerProcesses:
         root = next(iter(self._members), None)
         if root is None:
             return False
-        stat = _stat(root, self._proc)
+        stat = _stat(root, self.proc)
         return stat is not None and stat.start_ticks == self._members[root][0]
 
     def _scan(self) -> None:
         self._reads_until_scan = _READS_PER_SCAN - 1
         self._members = {}
-        self.start_timestamp_seconds = None
-        found = _locate(self._port, self._proc)
+        self.start_timestamp_seconds = self.start_mark = None
+        found = _locate(self._port, self.proc) if self._pid is None else self._pid
+        if isinstance(found, int) and _stat(found, self.proc) is None:
+            found = f"process {found} is gone"
         if isinstance(found, str):
             self.problem = found
             return
         self.problem = None
-        tree = process_tree(found, self._proc)
-        roles = _roles({pid: _title(pid, self._proc) for pid in tree})
+        tree = process_tree(found, self.proc)
+        roles = _roles({pid: _title(pid, self.proc) for pid in tree})
         for pid in tree:
-            if (stat := _stat(pid, self._proc)) is not None:
+            if (stat := _stat(pid, self.proc)) is not None:
                 self._members[pid] = (stat.start_ticks, roles[pid])
         if found not in self._members:  # it went while we looked; without it the rest is no server
-            self._members = {}
+            self._members, self.problem = {}, f"process {found} is gone"
             return
-        boot_seconds = _boot_seconds(self._proc)
+        self.start_mark = f"process {found} started {self._members[found][0]} ticks after boot"
+        boot_seconds = _boot_seconds(self.proc)
         if boot_seconds is not None:
             self.start_timestamp_seconds = boot_seconds + self._members[found][0] / _TICKS_PER_SECOND
 

@@ -103,7 +103,7 @@ def test_of_a_forking_server_the_parent_is_the_listener(proc: FakeProc) -> None:
 def test_a_port_forwarder_is_not_the_server(proc: FakeProc) -> None:
     proc.listen(8000, 555)
     proc.add(41, comm="docker-proxy", sockets=[555])
-    processes = ServerProcesses(8000, proc.root)
+    processes = ServerProcesses(8000, proc=proc.root)
     assert processes.read() == {}
     assert "docker-proxy" in str(processes.problem)
     assert find_listener(8000, proc.root) is None
@@ -117,7 +117,7 @@ def test_a_socket_that_systemd_opened_belongs_to_the_server(proc: FakeProc) -> N
 
 
 def test_the_reason_for_no_listener_is_told(proc: FakeProc) -> None:
-    processes = ServerProcesses(8000, proc.root)
+    processes = ServerProcesses(8000, proc=proc.root)
     assert processes.read() == {}
     assert "nothing listens on port 8000" in str(processes.problem)
     proc.listen(8000, 555)
@@ -139,7 +139,7 @@ def test_a_plain_server_is_one_role_with_its_sums(proc: FakeProc) -> None:
     proc.listen(8000, 555)
     proc.add(10, anon_mib=100, swap_mib=50, rss_mib=120, threads=3, cpu_s=4, started_s=100, sockets=[555, 1])
     proc.add(11, parent=10, anon_mib=10, swap_mib=0, rss_mib=11, threads=1, cpu_s=1, sockets=[2])
-    processes = ServerProcesses(8000, proc.root)
+    processes = ServerProcesses(8000, proc=proc.root)
     assert processes.read() == {
         "server": {
             "process_anonymous_memory_bytes": 160 * MIB,
@@ -177,7 +177,7 @@ def test_roles_follow_the_titles_that_engines_set(proc: FakeProc, titles: list[s
     for number, title in enumerate(titles):
         parent = 1 if number == 0 else 10
         proc.add(10 + number, parent=parent, title=title, threads=1, sockets=[555] if number == 0 else [])
-    read = ServerProcesses(8000, proc.root).read()
+    read = ServerProcesses(8000, proc=proc.root).read()
     assert {role: values["process_threads"] for role, values in read.items()} == roles
 
 
@@ -185,7 +185,7 @@ def test_a_process_that_vanishes_between_scan_and_read_is_absent(proc: FakeProc)
     proc.listen(8000, 555)
     proc.add(10, title="vllm serve m", sockets=[555])
     proc.add(11, parent=10, title="VLLM::EngineCore")
-    processes = ServerProcesses(8000, proc.root)
+    processes = ServerProcesses(8000, proc=proc.root)
     assert set(processes.read()) == {"api", "engine"}
     proc.remove(11)
     assert set(processes.read()) == {"api"}
@@ -196,14 +196,14 @@ def test_a_process_that_vanishes_in_the_middle_of_a_read_is_absent(proc: FakePro
     proc.add(10, sockets=[555])
     proc.add(11, parent=10)
     (proc.root / "11" / "status").unlink()
-    assert ServerProcesses(8000, proc.root).read()["server"]["process_threads"] == 4
+    assert ServerProcesses(8000, proc=proc.root).read()["server"]["process_threads"] == 4
 
 
 def test_a_zombie_and_a_reused_pid_are_not_the_server(proc: FakeProc) -> None:
     proc.listen(8000, 555)
     proc.add(10, sockets=[555])
     proc.add(11, parent=10, anon_mib=None, swap_mib=None, rss_mib=None)
-    processes = ServerProcesses(8000, proc.root)
+    processes = ServerProcesses(8000, proc=proc.root)
     assert processes.read()["server"]["process_threads"] == 4
     proc.remove(11)
     proc.add(11, parent=1, started_s=500)
@@ -213,7 +213,7 @@ def test_a_zombie_and_a_reused_pid_are_not_the_server(proc: FakeProc) -> None:
 def test_a_restarted_server_is_found_again_at_the_next_read(proc: FakeProc) -> None:
     proc.listen(8000, 555)
     proc.add(10, started_s=100, sockets=[555])
-    processes = ServerProcesses(8000, proc.root)
+    processes = ServerProcesses(8000, proc=proc.root)
     assert processes.read()
     proc.remove(10)
     assert processes.read() == {}
@@ -223,10 +223,36 @@ def test_a_restarted_server_is_found_again_at_the_next_read(proc: FakeProc) -> N
     assert processes.start_timestamp_seconds == BOOT + 300
 
 
+def test_the_start_mark_changes_with_the_process_and_not_with_the_wall_clock(proc: FakeProc) -> None:
+    proc.listen(8000, 555)
+    proc.add(10, started_s=100, sockets=[555])
+    processes = ServerProcesses(8000, proc=proc.root)
+    processes.read()
+    first = processes.start_mark
+    (proc.root / "stat").write_text("btime 1600000000\n")
+    for _ in range(11):
+        processes.read()
+    assert processes.start_mark == first is not None
+    proc.remove(10)
+    proc.add(10, started_s=101, sockets=[555])
+    processes.read()
+    assert processes.start_mark not in {first, None}
+
+
+def test_a_named_process_is_read_whoever_holds_the_port(proc: FakeProc) -> None:
+    proc.add(10)
+    proc.add(11, parent=10, threads=1)
+    processes = ServerProcesses(8000, pid=11, proc=proc.root)
+    assert processes.read()["server"]["process_threads"] == 1
+    proc.remove(11)
+    assert processes.read() == {}
+    assert processes.problem == "process 11 is gone"
+
+
 def test_a_new_child_is_seen_within_ten_reads(proc: FakeProc) -> None:
     proc.listen(8000, 555)
     proc.add(10, threads=1, sockets=[555])
-    processes = ServerProcesses(8000, proc.root)
+    processes = ServerProcesses(8000, proc=proc.root)
     processes.read()
     proc.add(11, parent=10, threads=1)
     threads = [processes.read()["server"]["process_threads"] for _ in range(10)]
@@ -238,7 +264,7 @@ def test_a_signal_that_one_process_of_a_role_lacks_is_absent_and_not_too_low(pro
     proc.add(10, sockets=[555])
     proc.add(11, parent=10, swap_mib=None)
     (proc.root / "11" / "fd").rmdir()
-    values = ServerProcesses(8000, proc.root).read()["server"]
+    values = ServerProcesses(8000, proc=proc.root).read()["server"]
     assert set(values) == {"process_resident_memory_bytes", "process_threads", "process_cpu_seconds_total"}
 
 
@@ -257,7 +283,7 @@ def test_a_host_without_swap_uses_none(proc: FakeProc) -> None:
 
 def test_a_host_without_proc_has_no_processes(tmp_path: Path) -> None:
     assert find_listener(8000, tmp_path / "none") is None
-    assert ServerProcesses(8000, tmp_path / "none").read() == {}
+    assert ServerProcesses(8000, proc=tmp_path / "none").read() == {}
     assert host_memory(tmp_path / "none") == {}
 
 
