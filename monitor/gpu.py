@@ -29,7 +29,7 @@ __all__ = [
     "GpuReport",
     "NoGpuReader",
     "NvmlReader",
-    "open_reader",
+    "gpu_reader",
 ]
 
 GpuValues: TypeAlias = dict[str, dict[str, float]]
@@ -73,7 +73,7 @@ class GpuReader(Protocol):
         ...
 
 
-def open_reader(source: str = "auto") -> GpuReader:
+def gpu_reader(source: str = "auto") -> GpuReader:
     """The reader for what a user names: `auto` (NVML), `none`, or the URL of a DCGM-style exporter.
 
     Raises:

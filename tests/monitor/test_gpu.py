@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from monitor import gpu
-from monitor.gpu import BoundedCall, DcgmReader, GpuDevice, NoGpuReader, NvmlReader, open_reader
+from monitor.gpu import BoundedCall, DcgmReader, GpuDevice, NoGpuReader, NvmlReader, gpu_reader
 from serving.errors import ConfigError
 from serving.signals import Scope, signals_of
 
@@ -378,13 +378,13 @@ async def test_an_exporter_that_is_down_gives_nothing() -> None:
 
 
 async def test_the_reader_is_chosen_by_what_the_user_names() -> None:
-    assert isinstance(open_reader(), NvmlReader)
-    assert isinstance(open_reader("nvml"), NvmlReader)
-    assert isinstance(open_reader("127.0.0.1:9400"), DcgmReader)
-    none = open_reader("none")
+    assert isinstance(gpu_reader(), NvmlReader)
+    assert isinstance(gpu_reader("nvml"), NvmlReader)
+    assert isinstance(gpu_reader("127.0.0.1:9400"), DcgmReader)
+    none = gpu_reader("none")
     assert isinstance(none, NoGpuReader)
     assert await none.read() == {}
     assert (await none.describe()).source == "none"
     await none.close()
     with pytest.raises(ConfigError, match="use auto, none or a URL"):
-        open_reader("nvdia")
+        gpu_reader("nvdia")
