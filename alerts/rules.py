@@ -18,7 +18,7 @@ from alerts.verdict import Finding, Severity
 from serving.clock import NS
 from serving.errors import ConfigError
 from serving.records import Event
-from serving.signals import Series
+from serving.signals import Series, continuous
 
 __all__ = ["RULES", "DecodeSpeedDown", "Look", "MemoryOnlyGrows", "Past", "RestartCuredIt", "Rule", "make_rule"]
 
@@ -472,10 +472,11 @@ def _work(past: Past, start_ns: int, end_ns: int) -> list[_Minute]:
         minute = minutes[min((at - start_ns) // (60 * NS), len(minutes) - 1)]
         minute.request_seconds += (before + value) / 2 * delta_s
         minute.seconds += delta_s
-    for before, at, value, delta_s in _intervals(past.series("generation_tokens_total", start_ns, end_ns)):
+    tokens = [continuous(series) for series in past.series("generation_tokens_total", start_ns, end_ns)]
+    for before, at, value, delta_s in _intervals(tokens):
         minute = minutes[min((at - start_ns) // (60 * NS), len(minutes) - 1)]
         minute.token_seconds += delta_s
-        minute.tokens += value - before if value >= before else value  # a counter that fell began again at 0
+        minute.tokens += value - before
     return minutes
 
 
