@@ -24,13 +24,14 @@ import gevent.socket  # type: ignore[import-untyped]
 from gevent import monkey
 from gevent.event import Event  # type: ignore[import-untyped]
 
+from loadgen.protocol import TimeLimits
 from serving.clock import NS, SystemClock
 from serving.conversation import HttpAnswer, HttpRequest
 from serving.errors import ConfigError
 from serving.records import Outcome, RequestRecord
 from serving.stream import Api, HttpDecoder, StreamDecoder
 
-__all__ = ["PATHS", "Connection", "Endpoint", "RequestSpec", "TimeLimits"]
+__all__ = ["PATHS", "Connection", "Endpoint", "RequestSpec"]
 
 PATHS: Final[Mapping[Api, str]] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
@@ -56,15 +57,6 @@ _OWN_FAULTS = {
     errno.EACCES: "the system forbids the connection",
     errno.EPERM: "the system forbids the connection",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TimeLimits:
-    """How long to wait, seconds. `first_byte` runs from the request's first byte to the answer's head."""
-
-    connect_seconds: float = 10.0
-    first_byte_seconds: float = 300.0
-    request_seconds: float = 900.0
 
 
 @dataclass(frozen=True, slots=True)

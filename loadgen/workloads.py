@@ -10,14 +10,14 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from loadgen.prompts import Calibration, make_prompt, nonce_of, question
 from loadgen.tally import SloLimits
 from serving.errors import ConfigError
 from serving.stream import Api
 
-__all__ = ["WORKLOADS", "RequestMaker", "Workload", "workload_named"]
+__all__ = ["WORKLOADS", "RequestMaker", "Workload", "find_workload"]
 
 MEAN_SHARE = 0.6
 """A workload whose mean request fills more of the context than this is scaled down to it."""
@@ -127,7 +127,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = MappingProxyType(
 )
 
 
-def workload_named(name: str) -> Workload:
+def find_workload(name: str) -> Workload:
     """The workload called that, with dashes or underscores.
 
     Raises:
@@ -150,8 +150,8 @@ class RequestMaker:
         api: request form.
         seed: everything that is drawn depends on it.
         run_nonce: 48 bits that tell this run's prompts from those of any other run, whatever the seed.
+        ignore_eos: the engine can be asked to give the full answer length.
         shared_prefix: let prompts share their first half.
-        extra_body: further members of the body: how this engine spells `ignore_eos`, for one.
     """
 
     workload: Workload
@@ -160,8 +160,13 @@ class RequestMaker:
     api: Api
     seed: int
     run_nonce: int
+    ignore_eos: bool = True
     shared_prefix: bool = False
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def full_length(self) -> bool:
+        """Answers are to have the planned length exactly."""
+        return self.ignore_eos and self.workload.ignore_eos
 
     def make(self, index: int) -> tuple[bytes, int, int]:
         """(JSON body, planned prompt tokens, planned output tokens) of request number `index`."""
@@ -174,4 +179,6 @@ class RequestMaker:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return json.dumps(body | dict(self.extra_body)).encode(), prompt_tokens, output_tokens
+        if self.full_length:
+            body["ignore_eos"] = True
+        return json.dumps(body).encode(), prompt_tokens, output_tokens

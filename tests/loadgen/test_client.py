@@ -11,7 +11,8 @@ import gevent
 import pytest
 
 from loadgen import client as module
-from loadgen.client import Connection, Endpoint, RequestSpec, TimeLimits
+from loadgen.client import Connection, Endpoint, RequestSpec
+from loadgen.protocol import TimeLimits
 from serving.clock import NS, SystemClock
 from serving.conversation import HttpRequest, converse
 from serving.errors import ConfigError
