@@ -69,6 +69,14 @@ class Tick:
     server_mark: str | None = None
     process_mark: str | None = None
 
+    def histogram_totals(self) -> dict[str, tuple[float, float]]:
+        """Sum and count of each histogram that tells both, as the history keeps them."""
+        return {
+            name: (histogram.sum, histogram.count)
+            for name, histogram in self.histograms.items()
+            if histogram.sum is not None
+        }
+
 
 def target_reader(
     session: aiohttp.ClientSession,

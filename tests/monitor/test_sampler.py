@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from monitor.sampler import Sampler, Tick, find_restart, target_reader
 from serving.clock import NS, FakeClock
 from serving.engines import ENGINES, Reading, ScrapeFailure
 from serving.errors import ConfigError
+from serving.exposition import Histogram
 from serving.records import Event
 
 SAMPLES = Path(__file__).parent.parent / "samples"
@@ -59,9 +61,7 @@ class OneGpu:
     async def close(self) -> None: ...
 
 
-async def run(
-    clock: FakeClock, sampler: Sampler, seconds: float, until: Callable[[], Awaitable[None]] | None = None
-) -> list[Any]:
+async def run(clock: FakeClock, sampler: Sampler, seconds: float) -> list[Any]:
     """What the listeners of both kinds were told within `seconds`, in order."""
     told: list[Any] = []
     sampler.add_listener(told.append)
@@ -94,6 +94,12 @@ async def test_a_tick_holds_what_target_and_gpu_said_at_one_moment() -> None:
         sources={"requests_running": "vllm:num_requests_running", "generation_tokens_total": "vllm:generation_tokens"},
         gpus={"GPU-a": {"gpu_memory_used_bytes": 1.0}},
     )
+
+
+def test_histogram_totals_are_sums_and_counts_where_both_are_told() -> None:
+    told, half = Histogram((0.1, math.inf), (3, 5), 1.25), Histogram((math.inf,), (5,), None)
+    tick = Tick(0, up=True, values={}, histograms={"request_queue_seconds": told, "request_duration_seconds": half})
+    assert tick.histogram_totals() == {"request_queue_seconds": (1.25, 5)}
 
 
 async def test_a_failed_scrape_is_a_gap_and_not_a_zero_or_an_old_value() -> None:
