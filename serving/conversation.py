@@ -42,7 +42,7 @@ class HttpAnswer:
         """The body as JSON, or None when it is not JSON."""
         try:
             return json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""Tolerant reader of what `/metrics` pages say: Prometheus text 0.0.4 and OpenMetrics, told apart by nobody.
+"""Tolerant reader of `/metrics` pages: Prometheus text 0.0.4 and OpenMetrics.
 
 Engines disagree with their own content type, mix both formats, and sit behind proxies that answer with a web page. So
 the two formats are read as one, and a line that cannot be read costs that line, never the scrape. Samples are keyed by
