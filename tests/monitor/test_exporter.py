@@ -1,5 +1,6 @@
 import asyncio
 import math
+import os
 import re
 import shutil
 import socket
@@ -289,9 +290,11 @@ async def test_the_port_is_free_again_after_serving() -> None:
 
 
 @pytest.mark.prometheus
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 @pytest.mark.parametrize("tick", [full_tick, down_tick])
 async def test_promtool_finds_nothing_to_say(tick: Any) -> None:
+    if shutil.which("promtool") is None:
+        reason = "promtool is not installed (Debian package prometheus)"
+        pytest.fail(f"CI must run this: {reason}") if os.environ.get("CI") == "true" else pytest.skip(reason)
     bench = Bench()
     bench.collector.describe_target("t", FACTS)
     bench.collector.follow("t", Sampler(bench.clock, asyncio.Event().wait))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from monitor.http import open_session
-from monitor.process import ServerProcesses
+from monitor import sampler
+from monitor.http import open_session, parse_url
+from monitor.process import ServerProcesses, find_listener
 from monitor.sampler import Sampler, Tick, find_restart, target_reader
-from serving.clock import NS, FakeClock
+from serving.clock import NS, FakeClock, SystemClock
+from serving.embedded import EmbeddedServer
 from serving.engines import ENGINES, Reading, ScrapeFailure
 from serving.errors import ConfigError
 from serving.exposition import Histogram
@@ -20,6 +23,11 @@ from serving.records import Event
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 REFUSED = ScrapeFailure("refused", "nothing listens there", 0.25)
+
+
+@pytest.fixture(autouse=True)
+def _a_busy_machine_makes_nothing_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "_PROCESS_DEADLINE_S", 60.0)
 
 
 def reading(running: float = 3, tokens: float = 100, **more: Any) -> Reading:
@@ -292,3 +300,35 @@ async def test_a_recorded_vllm_page_becomes_a_tick_over_http() -> None:
     assert tick.histograms["time_to_first_token_seconds"].count > 0
     assert not failure.up
     assert set(failure.values) == {"up", "scrape_duration_seconds"}
+
+
+@pytest.mark.engine
+async def test_a_real_server_is_sampled_with_its_process_and_its_end_is_a_gap(tmp_path: Path) -> None:
+    async def tick_of(server: EmbeddedServer) -> Tick:
+        base = parse_url(server.url)
+        processes = ServerProcesses(base.port)
+        async with open_session() as session:
+            read = target_reader(session, base.text, ENGINES["llamacpp"])
+            tick = await Sampler(SystemClock(), read, processes=processes).read_once()
+            server.stop()
+            after = await Sampler(SystemClock(), read, processes=processes).read_once()
+        assert (after.up, after.processes) == (False, {})
+        assert not after.values.keys() & tick.sources.keys()
+        assert str(after.failure).startswith("refused")
+        return tick
+
+    def start() -> EmbeddedServer:
+        return EmbeddedServer.start(log_path=tmp_path / "log", cache_dir=tmp_path, shape="tiny", slots=2)
+
+    with await asyncio.to_thread(start) as server:
+        pid = server.pid
+        assert find_listener(parse_url(server.url).port) == pid
+        first = await tick_of(server)
+    assert first.up
+    assert first.values["requests_running"] == 0
+    assert first.processes["server"]["process_anonymous_memory_bytes"] > 2**20
+    assert str(first.process_mark).startswith(f"process {pid} ")
+    with await asyncio.to_thread(start) as server:
+        second = await tick_of(server)
+    assert find_restart(first, second)
+    assert find_restart(replace(first, server_mark=None), second)
