@@ -59,7 +59,7 @@ def _metric(name: str, more: str = "") -> str:
 
 
 def _rate(name: str, more: str = "") -> str:
-    return f"sum by (job, instance) (rate({_metric(name, more)}[$__rate_interval]))"
+    return f"sum by (job, instance, target) (rate({_metric(name, more)}[$__rate_interval]))"
 
 
 def _in_state(state: str) -> str:
@@ -68,15 +68,13 @@ def _in_state(state: str) -> str:
 
 def _quantile(name: str, share: str) -> str:
     return (
-        f"histogram_quantile({share}, sum by (job, instance, le) "
+        f"histogram_quantile({share}, sum by (job, instance, target, le) "
         f"(rate({_metric(name + '_seconds_bucket')}[$__rate_interval])))"
     )
 
 
 def _percentiles(name: str) -> tuple[Query, ...]:
-    return tuple(
-        Query(_quantile(name, share), f"p{share[2:]:0<2} {{{{instance}}}}") for share in ("0.5", "0.95", "0.99")
-    )
+    return tuple(Query(_quantile(name, share), f"p{share[2:]:0<2} {{{{target}}}}") for share in ("0.5", "0.95", "0.99"))
 
 
 _RUNNING = f"avg_over_time({_metric('requests_running')}[$__rate_interval])"
@@ -95,7 +93,7 @@ TARGET = Dashboard(
                     "Whether the last sample of the server succeeded. While it is down the other panels have gaps: "
                     "values are never repeated.",
                     "bool_on_off",
-                    (Query(_metric("up"), "{{instance}}"),),
+                    (Query(_metric("up"), "{{target}}"),),
                     width=4,
                     height=5,
                     thresholds=((None, "red"), (1, "green")),
@@ -106,7 +104,7 @@ TARGET = Dashboard(
                     "Rules firing",
                     "How many rules are in state firing. The last row says which, and why.",
                     "none",
-                    (Query(f"sum by (job, instance) ({_in_state('firing')})", "{{instance}}"),),
+                    (Query(f"sum by (job, instance, target) ({_in_state('firing')})", "{{target}}"),),
                     width=4,
                     height=5,
                     thresholds=((None, "green"), (1, "orange")),
@@ -116,7 +114,7 @@ TARGET = Dashboard(
                     "Requests running",
                     "Requests in the engine's running batch now.",
                     "none",
-                    (Query(_metric("requests_running"), "{{instance}}"),),
+                    (Query(_metric("requests_running"), "{{target}}"),),
                     width=4,
                     height=5,
                 ),
@@ -125,7 +123,7 @@ TARGET = Dashboard(
                     "Sample age",
                     "Time since the watch last tried to sample the server. Grows when the watch itself is stuck.",
                     "s",
-                    (Query(f"time() - {_metric('last_sample_timestamp_seconds')}", "{{instance}}"),),
+                    (Query(f"time() - {_metric('last_sample_timestamp_seconds')}", "{{target}}"),),
                     width=4,
                     height=5,
                     thresholds=((None, "green"), (15, "orange"), (60, "red")),
@@ -135,7 +133,7 @@ TARGET = Dashboard(
                     "Time to sample the server",
                     "How long one read of the server took. It rises when the engine answers only between its steps.",
                     "s",
-                    (Query(_metric("scrape_duration_seconds"), "{{instance}}"),),
+                    (Query(_metric("scrape_duration_seconds"), "{{target}}"),),
                     width=8,
                     height=5,
                 ),
@@ -148,11 +146,12 @@ TARGET = Dashboard(
                     "timeseries",
                     "Requests running and waiting",
                     "Requests in the batch, and accepted but not yet in it. Waiting that does not return to 0 means "
-                    "that the load line is passed.",
+                    "that the load line is passed. The limit is shown where the server tells it.",
                     "none",
                     (
-                        Query(_metric("requests_running"), "running {{instance}}"),
-                        Query(_metric("requests_waiting"), "waiting {{instance}}"),
+                        Query(_metric("requests_running"), "running {{target}}"),
+                        Query(_metric("requests_waiting"), "waiting {{target}}"),
+                        Query(_metric("config_max_running_requests"), "limit {{target}}"),
                     ),
                 ),
                 Panel(
@@ -161,7 +160,7 @@ TARGET = Dashboard(
                     "Share of the KV cache that live requests hold. Near 100 % requests are preempted or kept waiting. "
                     "On engines that do not report it this is worked out from their slots.",
                     "percentunit",
-                    (Query(_metric("kv_cache_usage_ratio"), "{{instance}}"),),
+                    (Query(_metric("kv_cache_usage_ratio"), "{{target}}"),),
                     maximum=1,
                     thresholds=((None, "green"), (0.9, "orange"), (0.98, "red")),
                 ),
@@ -177,8 +176,8 @@ TARGET = Dashboard(
                     "short ranges are then jagged.",
                     "none",
                     (
-                        Query(_rate("prompt_tokens_total"), "prompt {{instance}}"),
-                        Query(_rate("generation_tokens_total"), "generated {{instance}}"),
+                        Query(_rate("prompt_tokens_total"), "prompt {{target}}"),
+                        Query(_rate("generation_tokens_total"), "generated {{target}}"),
                     ),
                 ),
                 Panel(
@@ -189,9 +188,9 @@ TARGET = Dashboard(
                     "none",
                     (
                         Query(
-                            f"{_rate('generation_tokens_total')} / on (job, instance) "
-                            f"clamp_min(sum by (job, instance) ({_RUNNING}), 1)",
-                            "{{instance}}",
+                            f"{_rate('generation_tokens_total')} / on (job, instance, target) "
+                            f"clamp_min(sum by (job, instance, target) ({_RUNNING}), 1)",
+                            "{{target}}",
                         ),
                     ),
                 ),
@@ -207,9 +206,9 @@ TARGET = Dashboard(
                     "bytes",
                     (
                         Query(
-                            f"{_metric('gpu_memory_used_bytes')} or on (job, instance) "
+                            f"{_metric('gpu_memory_used_bytes')} or on (job, instance, target) "
                             f"{_metric('process_resident_memory_bytes')}",
-                            "{{gpu}}{{role}} {{instance}}",
+                            "{{gpu}}{{role}} {{target}}",
                         ),
                     ),
                 ),
@@ -219,7 +218,7 @@ TARGET = Dashboard(
                     "Memory that no file backs, in RAM or in swap: what a leak on the host grows, even when its pages "
                     "are swapped out and resident memory looks flat.",
                     "bytes",
-                    (Query(_metric("process_anonymous_memory_bytes"), "{{role}} {{instance}}"),),
+                    (Query(_metric("process_anonymous_memory_bytes"), "{{role}} {{target}}"),),
                 ),
                 Panel(
                     "timeseries",
@@ -227,8 +226,8 @@ TARGET = Dashboard(
                     "Swap in use on the host and by the server. A server that lives on swap has no load line.",
                     "bytes",
                     (
-                        Query(_metric("host_swap_used_bytes"), "host {{instance}}"),
-                        Query(_metric("process_swap_bytes"), "{{role}} {{instance}}"),
+                        Query(_metric("host_swap_used_bytes"), "host {{target}}"),
+                        Query(_metric("process_swap_bytes"), "{{role}} {{target}}"),
                     ),
                     height=6,
                 ),
@@ -238,7 +237,7 @@ TARGET = Dashboard(
                     "Available memory of the host on which the watch runs. Near 0 the kernel ends the largest process, "
                     "which is the server.",
                     "bytes",
-                    (Query(_metric("host_memory_available_bytes"), "{{instance}}"),),
+                    (Query(_metric("host_memory_available_bytes"), "{{target}}"),),
                     height=6,
                 ),
             ),
@@ -253,9 +252,9 @@ TARGET = Dashboard(
                     "none",
                     (
                         Query(
-                            f"{_in_state('pending')} + on (job, instance, rule) 2 * {_in_state('firing')} "
-                            f"+ on (job, instance, rule) 3 * {_in_state('resolved')}",
-                            "{{rule}} {{instance}}",
+                            f"{_in_state('pending')} + on (job, instance, target, rule) 2 * {_in_state('firing')} "
+                            f"+ on (job, instance, target, rule) 3 * {_in_state('resolved')}",
+                            "{{rule}} {{target}}",
                         ),
                     ),
                     width=16,
@@ -272,7 +271,7 @@ TARGET = Dashboard(
                     "How many findings each rule has at this moment. The watch writes their evidence to its log and "
                     "history.",
                     "none",
-                    (Query(f"sum by (job, instance, rule) ({_metric('findings')})", "{{rule}}"),),
+                    (Query(f"sum by (job, instance, target, rule) ({_metric('findings')})", "{{rule}}"),),
                     width=8,
                 ),
             ),
