@@ -47,6 +47,8 @@ _LINGER_SECONDS = 1.0
 """How long a server may take to end the HTTP body after its last frame before we close the connection ourselves."""
 _STALE_AFTER_SECONDS = 0.5
 """Idle time after which a keep-alive connection may have been closed by the server without our having heard of it."""
+_CROSSING_SECONDS = 0.5
+"""A close of a used connection this soon after our request, without a byte of an answer, crossed it on the way."""
 
 _OWN_FAULTS = {
     errno.EMFILE: "no file descriptor left: raise the limit with `ulimit -n`",
@@ -315,6 +317,7 @@ class Connection:
             t_send_ns: int | None = None
             self._heard, self._lag_ns, self._stamped = False, 0, True
             idle_ns = self._take_idle()
+            used = self._socket is not None
             try:
                 if self._socket is None:
                     self._open(min(deadline_ns, self._deadline_ns(limits.connect_seconds)))
@@ -331,10 +334,13 @@ class Connection:
             finally:
                 self._answer = None
             closed = self._closed_by_peer
-            if closed is not None and not self._heard and idle_ns > _STALE_AFTER_SECONDS * NS:
-                # The server closed the idle connection while our request was on its way: nobody has read it.
-                self.close()
-                continue
+            if closed is not None and not self._heard and used:
+                quick = self._clock.now_ns() - (t_send_ns or 0) < _CROSSING_SECONDS * NS
+                if quick or idle_ns > _STALE_AFTER_SECONDS * NS:
+                    # The server closed the connection while our request was on its way: nobody has read it. Some
+                    # close after an answer now and then, a moment before the next request comes.
+                    self.close()
+                    continue
             if closed is not None:
                 answer.close(closed or None)
             if closed is not None or not sent or not answer.reusable:

@@ -85,12 +85,13 @@ def find(evidence: Evidence, line: LoadLine, t_ns: int) -> list[Finding]:
         found.append(Finding(name, severity, title, seen, next_step, t_ns))
 
     prepared, drain = evidence.prepared, evidence.drain
-    if prepared.limit is not None and prepared.server_limit not in (None, prepared.limit):
+    told = prepared.facts.max_running_requests
+    if prepared.limit is not None and told not in (None, prepared.limit):
         add(
             "limit_differs",
             Severity.WARNING,
             "the server's own limit is another one",
-            f"{prepared.limit_source} says {prepared.limit}, the server says {prepared.server_limit}",
+            f"{prepared.limit_source} says {prepared.limit}, {prepared.facts.max_running_source} says {told}",
             "start the server with the limit that you mean",
         )
     left = (drain.running or 0) + (drain.waiting or 0)

@@ -42,14 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
     if (folder / "run.db").exists():
         raise ConfigError(f"{folder} holds a demo already; name another folder with --out")
     console = Console(stderr=True)
-    console.print(
-        f"starting a real llama.cpp server with {SLOTS} slots and a tiny model made on the spot", style="dim"
-    )
+    console.print(f"starting a real llama.cpp server with {SLOTS} slots and a tiny model made on the spot", style="dim")
     with EmbeddedServer.start(log_path=folder / "engine.log", cache_dir=cache_folder(), slots=SLOTS) as server:
         options = StressOptions(
             url=server.url,
             workload=arguments.workload,
             stage_seconds=STAGE_SECONDS,
+            log=server.log_path,
             out=folder / "run.db",
             pid=server.pid,
             gpu="none",

@@ -3,11 +3,13 @@
 import argparse
 import asyncio
 import importlib
+import itertools
 import json
 import platform
 import resource
 import sys
 import time
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from monitor.gpu import gpu_reader
+from monitor.http import converse, open_session, parse_url
 from serving.engines import probe
 from serving.errors import PlimsollError
 
@@ -69,7 +73,7 @@ def _version_of(name: str) -> str | None:
 def _clock() -> dict[str, Any]:
     """How finely the clock is read, and whether it is the one that all processes of this host share."""
     readings = [time.monotonic_ns() for _ in range(1000)]
-    steps = [b - a for a, b in zip(readings, readings[1:], strict=False) if b > a]
+    steps = [b - a for a, b in itertools.pairwise(readings) if b > a]
     info = time.get_clock_info("monotonic")
     return {
         "source": info.implementation,
@@ -85,26 +89,24 @@ def _descriptors() -> dict[str, Any]:
 
 
 async def _gpus() -> dict[str, Any]:
-    from monitor.gpu import NvmlReader
-
-    reader = NvmlReader()
-    found = await reader.read()
-    return {"seen": {gpu: dict(signals) for gpu, signals in found.items()}, "description": reader.describe()}
+    reader = gpu_reader("auto")
+    try:
+        return asdict(await reader.describe())
+    finally:
+        await reader.close()
 
 
 async def _target(url: str) -> dict[str, Any]:
-    from monitor.http import converse, open_session, parse_url
-
     try:
         base = parse_url(url)
         async with open_session() as session:
-            facts = await converse(session, base.text, probe(None))
+            facts = await converse(session, base.text, probe(where=base.text))
     except PlimsollError as error:
         return {"url": url, "problem": str(error)}
     return {
         "url": base.text,
         "problem": None,
-        "engine": facts.engine.name,
+        "engine": facts.engine,
         "version": facts.version,
         "model": facts.model,
         "context_tokens": facts.context_tokens,
@@ -123,7 +125,9 @@ def _render(document: dict[str, Any], console: Console) -> None:
     for name, found in document["libraries"].items():
         missing = "[yellow]not installed[/]" + (" (only `plimsoll demo` needs it)" if name == "xllamacpp" else "")
         table.add_row(f"  {name}", found or missing)
-    table.add_row("GPUs", str(document["gpus"]["description"]))
+    gpus = document["gpus"]
+    seen = ", ".join(f"{device['name']} ({device['uuid']})" for device in gpus["devices"])
+    table.add_row("GPUs", seen or "none seen" + (f": {gpus['problem']}" if gpus["problem"] else ""))
     clock = document["clock"]
     shared = "shared by all processes" if clock["shared_between_processes"] else "[yellow]not shared[/]"
     table.add_row("clock", f"{clock['source']}, step {clock['smallest_step_seconds'] * 1e9:.0f} ns, {shared}")

@@ -15,6 +15,7 @@ from monitor.sampler import Tick
 from serving.clock import NS
 from serving.engines import TargetFacts
 from serving.records import Outcome, RequestRecord
+from serving.stream import Api
 
 __all__ = ["Drain", "Ending", "Evidence", "Prepared", "StageRun"]
 
@@ -27,17 +28,16 @@ CPU_LIMIT_RATIO = 0.9
 class Prepared:
     """What the preflight found out.
 
-    `limit` is the batch limit to prove, `limit_source` where it was read, `server_limit` what the server itself says.
+    `limit` is the batch limit to prove and `limit_source` where it was read; what the server itself says is in `facts`.
     """
 
     base: BaseUrl
     facts: TargetFacts
-    api: str
+    api: Api
     calibration: Calibration
     workload: Workload
     limit: int | None
     limit_source: str
-    server_limit: int | None
 
 
 @dataclass(slots=True)

@@ -54,8 +54,8 @@ def _title(document: Mapping[str, Any]) -> str:
 
 
 def _stage_table(document: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    names = "offered,running,waiting,KV cache,ok,failed,TTFT p50,TPOT p50,gap p99,tok/s,req/s"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    names = "offered,running,waiting,KV,ok,failed,TTFT p50,TPOT p50,gap p99,tok/s"
     for name in names.split(","):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("held", no_wrap=True)
@@ -75,7 +75,6 @@ def _stage_table(document: Mapping[str, Any]) -> Table:
             seconds(stage["tpot_seconds"]["p50"]),
             seconds(stage["frame_gap_seconds"]["p99"]),
             figure(stage["output_tokens_per_second"]),
-            figure(stage["requests_per_second"]),
             held,
         )
     return table

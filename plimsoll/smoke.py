@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _ask(url: str, model: str | None) -> dict[str, Any]:
     base = parse_url(url)
     async with open_session() as session:
-        facts = await converse(session, base.text, probe(model))
+        facts = await converse(session, base.text, probe(model, where=base.text))
         answer = await converse(session, base.text, smoke(facts.model))
     reason = answer.reason or "it generates"
     return {

@@ -27,13 +27,13 @@ from loadgen.load_line import LoadLineSearch, StageSpec, did_hold
 from loadgen.observation import ErrorClasses
 from loadgen.plan import PlanName, StagePacer, StagePhase, StagePolicy
 from loadgen.prompts import calibrate
-from loadgen.tally import SloLimits, StageTally
+from loadgen.tally import StageTally
 from loadgen.workloads import WORKLOADS, find_workload
 from monitor.gpu import gpu_reader
 from monitor.history import SqliteHistory
 from monitor.http import converse, open_session, parse_url
-from monitor.process import find_listener
-from monitor.sampler import Sampler, Tick
+from monitor.process import ServerProcesses
+from monitor.sampler import Sampler, Tick, target_reader
 from plimsoll.conclusion import document, interrupted_document
 from plimsoll.evidence import Drain, Evidence, Prepared, StageRun
 from plimsoll.report import render_stress
@@ -221,10 +221,10 @@ class _StressRun:
         _require_writable(self.path)
         for note in base.notes:
             self._say(note)
-        facts = await converse(session, base.text, probe(options.model))
+        facts = self._learn_from_files(await converse(session, base.text, probe(options.model, where=base.text)))
         for note in facts.notes:
             self._say(note)
-        limit, source, server_limit = self._find_limit(facts)
+        limit, source = self._find_limit(facts)
         workload = self.workload.scaled(
             facts.context_tokens, prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens
         )
@@ -240,33 +240,50 @@ class _StressRun:
             f"workload {workload.name}: {workload.prompt_tokens} tokens in, {workload.output_tokens} out on average, "
             f"seed {options.seed}"
         )
-        return Prepared(base, facts, answer.api, calibration, workload, limit, source, server_limit)
+        return Prepared(base, facts, answer.api, calibration, workload, limit, source)
 
-    def _find_limit(self, facts: TargetFacts) -> tuple[int | None, str, int | None]:
-        """The batch limit to prove, where it was read, and what the server itself says."""
+    def _learn_from_files(self, facts: TargetFacts) -> TargetFacts:
+        """What the start-up log and the settings file say that HTTP does not."""
         options = self.options
-        told, told_by = facts.max_running_requests, facts.max_running_source or "the server"
-        if options.log is not None:
-            try:
-                text = options.log.read_text(encoding="utf-8", errors="replace")
-            except OSError as error:
-                raise ConfigError(f"--log {options.log}: {error.strerror}") from None
-            from_log = startup_facts(ENGINES[facts.engine], text).get("max_running_requests")
-            if from_log is not None:
-                told, told_by = from_log, str(options.log)
+        if options.settings is not None:
+            capacity = read_settings(options.settings).kv_cache_capacity_tokens
+            if capacity is not None and facts.kv_cache_capacity_tokens is None:
+                facts = replace(facts, kv_cache_capacity_tokens=capacity, notes=())
+        if options.log is None:
+            return facts
+        try:
+            text = options.log.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise ConfigError(f"--log {options.log}: {error.strerror}") from None
+        logged = startup_facts(ENGINES[facts.engine], text)
+        if not logged:
+            raise ConfigError(
+                f"--log {options.log}: no start-up line of {facts.engine} in it; is it this server's log?"
+            )
+        if "max_running_requests" in logged:
+            facts = replace(
+                facts, max_running_requests=logged["max_running_requests"], max_running_source=str(options.log)
+            )
+        if "kv_cache_capacity_tokens" in logged:
+            facts = replace(facts, kv_cache_capacity_tokens=logged["kv_cache_capacity_tokens"], notes=())
+        return facts
+
+    def _find_limit(self, facts: TargetFacts) -> tuple[int | None, str]:
+        """The batch limit to prove, and where it was read."""
+        options = self.options
         if options.settings is not None:
             limit, source = read_settings(options.settings).max_batch_size, str(options.settings)
             if limit is None:
                 raise ConfigError(f"{source}: no max_batch_size in it; add the line, or give --max-batch instead")
         elif options.max_batch is not None:
             limit, source = options.max_batch, "--max-batch"
-        elif told is not None:
-            limit, source = told, f"told by {told_by}"
+        elif facts.max_running_requests is not None:
+            limit, source = facts.max_running_requests, f"told by {facts.max_running_source}"
         else:
-            return None, "nothing tells the batch limit (--settings, --max-batch, --log, the server)", None
+            return None, "nothing tells the batch limit (--settings, --max-batch, --log, the server)"
         if not 1 <= limit <= MAX_BATCH:
             raise ConfigError(f"{source}: a batch limit of {limit} is outside 1..{MAX_BATCH}")
-        return limit, source, told
+        return limit, source
 
     def _create_history(self) -> SqliteHistory:
         history = SqliteHistory.create(self.path)
@@ -304,14 +321,14 @@ class _StressRun:
                 "target": _plain(asdict(prepared.facts)),
                 "workload": _plain(asdict(prepared.workload)),
                 "calibration": _plain(asdict(prepared.calibration)),
-                "limit": {"value": prepared.limit, "source": prepared.limit_source, "server": prepared.server_limit},
+                "limit": {"value": prepared.limit, "source": prepared.limit_source},
                 "stage_policy": _plain(asdict(self.policy)),
             }
         )
         search = LoadLineSearch(
             prepared.limit,
             ceiling=self.options.ceiling,
-            slots=prepared.server_limit,
+            slots=prepared.facts.max_running_requests,
             refine_slo=self.options.plan is PlanName.SLO,
         )
         # A second Ctrl-C cancels whatever is being waited for; what was measured until then is still concluded.
@@ -349,8 +366,8 @@ class _StressRun:
                 requests_per_user=0.0,
                 min_samples=1,
             )
-            spec = StageSpec(WARMUP, first.offered, "warmup")
-            await self._run_stage(spec, warmup, self._show(progress, bar, spec, 0, 0))
+            warm = StageSpec(WARMUP, first.offered, "warmup")
+            await self._run_stage(warm, warmup, self._show(progress, bar, warm, 0, 0))
             done = 0
             while not self.evidence.ending.early and (spec := search.next_stage()) is not None:
                 total = done + search.stages_left()
@@ -365,15 +382,15 @@ class _StressRun:
     ) -> StageRun:
         prepared, ending = self.evidence.prepared, self.evidence.ending
         pacer = StagePacer(spec.offered, policy, self.clock.now_ns())
-        slo = SloLimits(prepared.workload.slo.ttft_seconds, prepared.workload.slo.tpot_seconds)
         stage = StageRun(
             spec,
             spec.name != WARMUP,
             pacer.t_start_ns,
-            StageTally(slo),
+            StageTally(prepared.workload.slo),
             ErrorClasses(ENGINES[prepared.facts.engine].complaint),
         )
         self.evidence.stages.append(stage)
+        self.history.append_stage(Stage(spec.name, spec.offered, stage.t_start_ns, None, None, counted=False))
         self.pacer = pacer
         await self.link.stage(spec.name, spec.offered)
         while pacer.advance(self.clock.now_ns()) is not StagePhase.DONE and not ending.early:
@@ -384,8 +401,10 @@ class _StressRun:
         stage.t_settled_ns = stage.tally.t_settled_ns = pacer.t_settled_ns
         stage.t_end_ns = stage.tally.t_end_ns = self.clock.now_ns()
         stage.settled, stage.complete = pacer.settled, pacer.phase is StagePhase.DONE
-        times = (stage.t_start_ns, stage.t_settled_ns, stage.t_end_ns)
-        self.history.append_stage(Stage(spec.name, spec.offered, *times, stage.counted and stage.complete))
+        counted = stage.counted and stage.complete
+        self.history.append_stage(
+            Stage(spec.name, spec.offered, stage.t_start_ns, stage.t_settled_ns, stage.t_end_ns, counted)
+        )
         return stage
 
     def _look_for_death(self) -> None:
@@ -451,17 +470,20 @@ class _StressRun:
     @contextlib.asynccontextmanager
     async def _sampling(self, session: aiohttp.ClientSession) -> AsyncIterator[None]:
         prepared, options = self.evidence.prepared, self.options
-        pid = options.pid
-        if pid is None and prepared.base.is_loopback:
-            pid = find_listener(prepared.base.port)
+        base, facts = prepared.base, prepared.facts
+        here = base.is_loopback or options.pid is not None
+        gpu = gpu_reader(options.gpu)
         sampler = Sampler(
             self.clock,
-            session=session,
-            base_url=prepared.base.text,
-            engine=ENGINES[prepared.facts.engine],
+            target_reader(
+                session,
+                base.text,
+                ENGINES[facts.engine],
+                kv_cache_capacity_tokens=facts.kv_cache_capacity_tokens,
+            ),
+            gpu=gpu,
+            processes=ServerProcesses(base.port, pid=options.pid) if here else None,
             interval_seconds=options.interval_seconds,
-            gpu=gpu_reader(options.gpu),
-            pid=pid,
         )
         sampler.add_listener(self._on_tick)
         sampler.add_event_listener(self._on_event)
@@ -472,6 +494,7 @@ class _StressRun:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+            await gpu.close()
 
     @contextlib.asynccontextmanager
     async def _driving(self) -> AsyncIterator[None]:
@@ -501,7 +524,7 @@ class _StressRun:
     def _on_tick(self, tick: Tick) -> None:
         self.evidence.add_tick(tick)
         self.history.append_tick(
-            self.evidence.prepared.base.text, tick.t_ns, tick.values, tick.gpus, tick.processes, tick.histograms
+            self.evidence.prepared.base.text, tick.t_ns, tick.values, tick.gpus, tick.processes, tick.histogram_totals()
         )
         if self.pacer is not None:
             self.pacer.on_sample(tick.values.get("requests_running"), tick.t_ns)
@@ -560,7 +583,7 @@ class _StressRun:
             self.history.append_finding(now_ns, finding["rule"], "found", finding)
         self.history.flush()
         if self.history.error is not None:
-            raise RecordError(f"{self.path}: {self.history.error}; what was written until then is readable")
+            raise RecordError(f"{self.history.error}; what was written until then is readable")
         return result
 
     # ---- for people

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serving.conversation import Conversation, HttpAnswer, HttpRequest
+from serving.stream import Api
 
 __all__ = ["SmokeResult", "smoke"]
 
@@ -33,7 +34,7 @@ class SmokeResult:
 
     answered: bool
     generated: bool
-    api: str
+    api: Api
     prompt_tokens: int | None
     completion_tokens: int | None
     seconds: float
@@ -65,7 +66,7 @@ def _chat_is_missing(answer: HttpAnswer) -> bool:
     return answer.status in (400, 422) and _NO_TEMPLATE.search(_message(answer)) is not None
 
 
-def _judge(answer: HttpAnswer, api: str, model: str) -> SmokeResult:
+def _judge(answer: HttpAnswer, api: Api, model: str) -> SmokeResult:
     def failed(reason: str, *, answered: bool = False) -> SmokeResult:
         return SmokeResult(
             answered=answered,

@@ -136,7 +136,17 @@ def test_a_close_that_crosses_our_request_is_retried_once_when_the_connection_ha
     assert len(fake_server.bodies) == 5
 
 
-def test_a_close_on_a_busy_connection_is_the_servers_failure(fake_server, connection):
+def test_a_close_right_after_our_request_on_a_used_connection_is_retried_once(fake_server, connection):
+    connection.issue(spec())
+    fake_server.behaviour = lambda number: "close before" if number == 1 else "ok"
+    assert connection.issue(spec()).outcome is Outcome.OK
+    fake_server.behaviour = lambda number: "close before"
+    assert connection.issue(spec()).outcome is Outcome.HTTP_ERROR
+    assert len(fake_server.bodies) == 5
+
+
+def test_a_close_after_a_while_on_a_busy_connection_is_the_servers_failure(fake_server, connection, monkeypatch):
+    monkeypatch.setattr(module, "_CROSSING_SECONDS", 0.0)
     connection.issue(spec())
     fake_server.behaviour = lambda number: "close before"
     assert connection.issue(spec()).outcome is Outcome.HTTP_ERROR
