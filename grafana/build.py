@@ -69,7 +69,7 @@ def _in_state(state: str) -> str:
 def _quantile(name: str, share: str) -> str:
     return (
         f"histogram_quantile({share}, sum by (job, instance, target, le) "
-        f"(rate({_metric(name + '_seconds_bucket')}[$__rate_interval])))"
+        f"(rate({_metric(name + '_bucket')}[$__rate_interval])))"
     )
 
 
@@ -279,7 +279,75 @@ TARGET = Dashboard(
     ),
 )
 
-DASHBOARDS: Mapping[str, Dashboard] = {f"{board.uid}.json": board for board in (TARGET,)}
+LATENCY = Dashboard(
+    uid="plimsoll-latency",
+    title="Plimsoll / Latency by the engine",
+    description=(
+        "Latency and trouble as the engine itself counts them. vLLM and SGLang have these histograms; llama.cpp has "
+        "none, and this dashboard stays empty for it."
+    ),
+    rows=(
+        (
+            "Latency",
+            (
+                Panel(
+                    "timeseries",
+                    "Time to first token",
+                    "From the arrival of a request in the engine to its first token. Percentiles are interpolated in "
+                    "the engine's own buckets.",
+                    "s",
+                    _percentiles("time_to_first_token_seconds"),
+                ),
+                Panel(
+                    "timeseries",
+                    "Time between tokens",
+                    "Between one token of a request and the next: what a reader of a stream feels.",
+                    "s",
+                    _percentiles("inter_token_latency_seconds"),
+                ),
+                Panel(
+                    "timeseries",
+                    "Request duration",
+                    "From arrival to the last token. vLLM's lowest bucket ends at 0.3 s: shorter requests look alike.",
+                    "s",
+                    _percentiles("request_duration_seconds"),
+                ),
+                Panel(
+                    "timeseries",
+                    "Time in the queue",
+                    "From arrival until the request joined the batch. vLLM's lowest bucket ends at 0.3 s.",
+                    "s",
+                    _percentiles("request_queue_seconds"),
+                ),
+            ),
+        ),
+        (
+            "Work and trouble",
+            (
+                Panel(
+                    "timeseries",
+                    "Requests finished",
+                    "Requests that ended, for any reason, per second.",
+                    "reqps",
+                    (Query(_rate("requests_finished_total"), "{{target}}"),),
+                ),
+                Panel(
+                    "timeseries",
+                    "Preemptions and errors",
+                    "Requests thrown out of the batch because the KV cache was full, and requests that ended in a "
+                    "server error, per second. Both should be 0.",
+                    "reqps",
+                    (
+                        Query(_rate("request_preemptions_total"), "preempted {{target}}"),
+                        Query(_rate("request_errors_total"), "errors {{target}}"),
+                    ),
+                ),
+            ),
+        ),
+    ),
+)
+
+DASHBOARDS: Mapping[str, Dashboard] = {f"{board.uid}.json": board for board in (TARGET, LATENCY)}
 
 
 def build(board: Dashboard) -> dict[str, Any]:

@@ -142,11 +142,13 @@ def _rules(node: Node | None) -> tuple[Rule, ...]:
     chosen = {name: make_rule(name, {}) for name in RULES}
     for name, value in (node.mapping(RULES) if node is not None and not node.is_null() else {}).items():
         if value.is_mapping():
-            keys = value.mapping()
-            try:
-                chosen[name] = make_rule(name, {key: one.number() for key, one in keys.items()})
-            except ConfigError as error:
-                raise value.error(str(error)) from None
+            parameters = {}
+            for key, one in value.mapping().items():
+                parameters[key] = one.number()
+                try:
+                    chosen[name] = make_rule(name, parameters)
+                except ConfigError as error:
+                    raise one.error(str(error)) from None
         elif not value.flag():
             del chosen[name]
     return tuple(chosen.values())

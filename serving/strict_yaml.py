@@ -53,7 +53,7 @@ class Node:
                 raise ConfigError(f"{where}: a key must be plain text; quote it if it looks like a number or on/off")
             key = key_node.value
             if allowed is not None and key not in allowed:
-                near = difflib.get_close_matches(key, allowed, n=1)
+                near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.7)
                 hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(allowed)}"
                 under = f" in {self.name!r}" if self.name else ""
                 raise ConfigError(f"{where}: unknown key {key!r}{under}; {hint}")

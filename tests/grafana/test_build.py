@@ -13,7 +13,7 @@ from serving.signals import SIGNALS, Kind
 
 FOLDER = Path(grafana.__file__).parent
 OTHER_FAMILIES = {"last_sample_timestamp_seconds", "alert_state", "alert_health", "findings"}
-UNITS = {"none", "s", "bytes", "percentunit", "cps", "bool_on_off"}
+UNITS = {"none", "s", "bytes", "percentunit", "reqps", "bool_on_off"}
 
 
 def committed(name):

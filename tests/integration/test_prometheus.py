@@ -13,6 +13,8 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from serving.embedded import EmbeddedServer
 pytestmark = [pytest.mark.prometheus, pytest.mark.engine]
 
 GRAFANA = Path(grafana.__file__).parent
+SAMPLES = Path(__file__).parents[1] / "samples" / "vllm"
 DEADLINE_S = 90.0
 
 
@@ -115,14 +118,50 @@ def traffic(engine):
         user.join()
 
 
+class RecordedVllm(ThreadingHTTPServer):
+    """Serves pages that a real vLLM gave; `metrics` is the name of the recording of its metrics page."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _RecordedPages)
+        self.metrics = "metrics_idle"
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _RecordedPages(BaseHTTPRequestHandler):
+    def do_GET(self):
+        names = {"/metrics": self.server.metrics, "/v1/models": "models", "/version": "get_version"}
+        if self.path not in names:
+            self.send_error(404)
+            return
+        page = (SAMPLES / f"{names[self.path]}.txt").read_bytes()
+        body = page.partition(b"\r\n\r\n")[2] if page.startswith(b"HTTP/") else page
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json" if body.startswith(b"{") else "text/plain; version=0.0.4")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
 @pytest.fixture(scope="module")
-def watch(engine, traffic, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("watch")
+def recorded(programs):
+    with RecordedVllm() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@contextmanager
+def watching(folder, target):
+    """`plimsoll watch` in a process of its own; gives the address of its metrics."""
     config = folder / "watch.yaml"
-    config.write_text(
-        f"targets:\n  - url: {engine.url}\n    name: demo\n    pid: {engine.pid}\n"
-        f"listen: 127.0.0.1:0\nhistory: {folder / 'watch.db'}\nevaluate_every: 2\n"
-    )
+    config.write_text(f"targets:\n  - {target}\nlisten: 127.0.0.1:0\nevaluate_every: 2\n")
     child = Child([sys.executable, "-m", "plimsoll", "watch", str(config)], folder / "watch.log")
     try:
         found = wait_for(
@@ -130,22 +169,39 @@ def watch(engine, traffic, tmp_path_factory):
             "the watch's address",
         )
         assert child.process.poll() is None, child.log()
-        child.address = found[1]
-        yield child
+        yield found[1]
     finally:
         code = child.stop()
     assert code == 0, child.log()
+    assert "Traceback" not in child.log()
 
 
 @pytest.fixture(scope="module")
-def prometheus(watch, tmp_path_factory):
+def watch(engine, traffic, tmp_path_factory):
+    target = f"{{url: {engine.url}, name: demo, pid: {engine.pid}}}"
+    with watching(tmp_path_factory.mktemp("watch"), target) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def watch_of_recorded(recorded, tmp_path_factory):
+    with watching(tmp_path_factory.mktemp("watch"), f"{{url: {recorded.url}, name: recorded}}") as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def prometheus(watch, watch_of_recorded, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prometheus")
     config = (GRAFANA / "prometheus.yml").read_text()
-    config = config.replace("127.0.0.1:9464", watch.address)
-    config = config.replace("scrape_interval: 5s", "scrape_interval: 1s").replace("timeout: 4s", "timeout: 1s")
-    config = config.replace("alerts/", f"{GRAFANA / 'alerts'}/").replace(
-        "evaluation_interval: 15s", "evaluation_interval: 1s"
-    )
+    for shipped, ours in (
+        ('"127.0.0.1:9464"', f'"{watch}", "{watch_of_recorded}"'),
+        ("scrape_interval: 5s", "scrape_interval: 1s"),
+        ("scrape_timeout: 4s", "scrape_timeout: 1s"),
+        ("evaluation_interval: 15s", "evaluation_interval: 1s"),
+        ("alerts/", f"{GRAFANA / 'alerts'}/"),
+    ):
+        assert shipped in config
+        config = config.replace(shipped, ours)
     (folder / "prometheus.yml").write_text(config)
     address = f"127.0.0.1:{free_port()}"
     child = Child(
@@ -178,38 +234,51 @@ def query(prometheus, expr):
     ]
 
 
-def panel_queries():
-    for path in sorted((GRAFANA / "dashboards").glob("*.json")):
-        for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]:
-            for target in panel.get("targets", ()):
-                expr = target["expr"].replace("$__rate_interval", "30s")
-                yield f"{path.stem} / {panel['title']} / {target['refId']}", re.sub(r"\$(job|instance)\b", ".+", expr)
+def panel_queries(board, instance):
+    """Panel title and query letter -> the expression as Grafana would send it."""
+    found = {}
+    for panel in json.loads((GRAFANA / "dashboards" / board).read_text(encoding="utf-8"))["panels"]:
+        for target in panel.get("targets", ()):
+            expr = (
+                target["expr"].replace("$__rate_interval", "30s").replace("$job", ".+").replace("$instance", instance)
+            )
+            assert "$" not in expr
+            found[f"{panel['title']} / {target['refId']}"] = expr
+    return found
 
 
-def test_every_panel_query_of_the_dashboards_returns_data(prometheus):
-    wanted = dict(panel_queries())
-    assert len(wanted) > 10
-    empty = dict(wanted)
-
-    def all_have_data():
-        for name, expr in list(empty.items()):
-            if query(prometheus, expr):
-                del empty[name]
-        return not empty
-
+def empty_after(prometheus, queries):
+    """Those of `queries` that returned no finite value by the deadline."""
+    empty = dict(queries)
     until = time.monotonic() + DEADLINE_S
-    while not all_have_data() and time.monotonic() < until:
-        time.sleep(1)
-    assert empty == {}
+    while empty and time.monotonic() < until:
+        empty = {name: expr for name, expr in empty.items() if not query(prometheus, expr)}
+        time.sleep(0.5)
+    return empty
 
 
-def test_what_was_generated_is_what_the_dashboard_shows(prometheus):
-    speed = wait_for(
-        lambda: [value for _, value in query(prometheus, "rate(plimsoll_generation_tokens_total[30s])") if value > 0],
-        "tokens generated according to Prometheus",
+def test_every_panel_query_of_the_target_dashboard_returns_data_beside_llama_cpp(prometheus, watch):
+    queries = panel_queries("plimsoll-target.json", watch)
+    assert len(queries) > 15
+    assert empty_after(prometheus, queries) == {}
+
+
+def test_every_panel_query_of_the_latency_dashboard_returns_data_beside_vllm(prometheus, recorded, watch_of_recorded):
+    where = f'{{instance="{watch_of_recorded}"}}'
+    wait_for(
+        lambda: query(prometheus, f"plimsoll_time_to_first_token_seconds_count{where} == 16"), "the idle page's arrival"
     )
-    assert speed[0] > 0
-    assert [value for _, value in query(prometheus, "plimsoll_up")] == [1]
+    recorded.metrics = "metrics_under_load"
+    assert empty_after(prometheus, panel_queries("plimsoll-latency.json", watch_of_recorded)) == {}
+    assert empty_after(prometheus, {"count": f"plimsoll_time_to_first_token_seconds_count{where} == 80"}) == {}
+
+
+def test_the_tokens_that_the_engine_generates_arrive(prometheus):
+    wait_for(
+        lambda: query(prometheus, 'rate(plimsoll_generation_tokens_total{target="demo"}[30s]) > 0'),
+        "tokens generated, as Prometheus sees it,",
+    )
+    assert [value for _, value in query(prometheus, 'plimsoll_up{target="demo"}')] == [1]
 
 
 def test_no_alert_fires_beside_a_healthy_server(prometheus):
@@ -219,9 +288,11 @@ def test_no_alert_fires_beside_a_healthy_server(prometheus):
     assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
 
 
-def test_promtool_finds_nothing_to_say_about_the_metrics(watch):
+@pytest.mark.parametrize("which", ["watch", "watch_of_recorded"])
+def test_promtool_finds_nothing_to_say_about_the_metrics(which, request):
+    address = request.getfixturevalue(which)
     page = wait_for(
-        lambda: (text := get(f"http://{watch.address}/metrics")) and "plimsoll_up" in text and text, "a page"
+        lambda: "plimsoll_requests_running" in (text := get(f"http://{address}/metrics") or "") and text, "it"
     )
     checked = subprocess.run(
         ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, timeout=30, check=False
