@@ -224,11 +224,11 @@ class LoadLineSearch:
     def _climb(self) -> StageSpec | None:
         if self.limit is None:
             return self._double()
-        failed = any(not did_hold(seen)[0] for seen in self.seen.values())
+        _, high = self._bracket()
         for offered in self._ramp:
             if offered in self.seen:
                 continue
-            if failed and offered != self.limit:
+            if high is not None and offered != self.limit:
                 continue
             if offered > self.limit:
                 return StageSpec(str(offered), offered, "over")
@@ -346,6 +346,7 @@ class LoadLineSearch:
             if self._plateau(running):
                 return BoundBy.BATCH_SLOTS
             return BoundBy.TOKEN_BUDGET
+        # Neither running nor waiting: they were on their way, in the server's front end or on the network.
         return BoundBy.UNKNOWN
 
     def _plateau(self, running: float) -> bool:
@@ -370,6 +371,13 @@ class LoadLineSearch:
             if room is not None and room >= KV_FULL_RATIO:
                 return "the KV cache is nearly full too: raise neither without more memory"
             return "keep it"
+        running, waiting = failing.running_p50, failing.waiting_mean
+        if running is not None and waiting is not None and running + waiting < failing.offered - 0.5:
+            lost = failing.offered - running - waiting
+            return (
+                f"about {lost:.0f} requests neither ran nor waited: they were in the server's front end or on the way; "
+                "give the front end more CPU, or the requests more tokens"
+            )
         return "run again with longer stages"
 
 

@@ -258,7 +258,7 @@ class _StressRun:
         logged = startup_facts(ENGINES[facts.engine], text)
         if not logged:
             raise ConfigError(
-                f"--log {options.log}: no start-up line of {facts.engine} in it; is it this server's log?"
+                f"--log {options.log}: no start-up line of {facts.engine} in it; is it the right log?"
             )
         if "max_running_requests" in logged:
             facts = replace(

@@ -63,6 +63,19 @@ def test_the_configured_stage_is_tried_even_when_the_first_stage_fails():
     assert (line.measured, line.bound_by) == (1, BoundBy.KV_CACHE)
 
 
+def test_a_stage_that_failed_by_accident_below_a_limit_that_holds_does_not_end_the_climb():
+    tried, line = run(LoadLineSearch(8), lambda n: observe(n, runs=2 if n == 4 else 8))
+    assert tried == [2, 4, 8, 6, 10, 9]
+    assert (line.measured, line.bound_by) == (8, BoundBy.BATCH_SLOTS)
+    assert line.notes == ("4 did not hold although 8 did: the server is unstable",)
+
+
+def test_requests_that_neither_run_nor_wait_point_at_the_front_end():
+    _, line = run(LoadLineSearch(8), lambda n: observe(n, runs=min(n, 3), waiting=0.0))
+    assert (line.measured, line.bound_by) == (3, BoundBy.UNKNOWN)
+    assert "front end" in line.next_step
+
+
 def test_a_clamped_server_is_batch_slots_at_what_it_really_runs():
     _, line = run(LoadLineSearch(16, slots=12), lambda n: observe(n, runs=12))
     assert (line.measured, line.bound_by) == (12, BoundBy.BATCH_SLOTS)
