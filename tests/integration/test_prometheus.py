@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 
 import grafana
 from serving.embedded import EmbeddedServer
@@ -303,6 +304,49 @@ def test_promtool_finds_nothing_to_say_about_the_metrics(which, request):
 def test_promtool_accepts_the_shipped_configuration(programs):
     checked = subprocess.run(
         ["promtool", "check", "config", str(GRAFANA / "prometheus.yml")],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_shipped_alerts_fire_when_they_should_and_only_then(programs, tmp_path):
+    def state(firing):
+        return f'{{series: \'plimsoll_alert_state{{target="hy3", rule="memory_only_grows", state="firing"}}\', values: "{firing}"}}'
+
+    def expected(alert, minute, *labels):
+        alerts = f"[{{exp_labels: {{{', '.join(labels)}}}}}]" if labels else "[]"
+        return f"{{alertname: {alert}, eval_time: {minute}m, exp_alerts: {alerts}}}"
+
+    rules = yaml.safe_load((GRAFANA / "alerts" / "plimsoll.rules.yml").read_text())
+    for rule in rules["groups"][0]["rules"]:
+        del rule["annotations"]  # promtool would want their whole text repeated here
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(rules))
+    (tmp_path / "cases.yml").write_text(
+        f"""
+rule_files: [rules.yml]
+evaluation_interval: 15s
+tests:
+  - interval: 15s
+    input_series:
+      - {state("0x40 1x40 0x40")}
+      - {{series: 'plimsoll_up{{target="hy3"}}', values: "1x40 0x40 1x40"}}
+      - {{series: 'up{{job="plimsoll"}}', values: "1x40 0x40 1x40"}}
+    alert_rule_test:
+      - {expected("PlimsollRuleFiring", 9)}
+      - {expected("PlimsollRuleFiring", 11, "severity: warning", "target: hy3", "rule: memory_only_grows", "state: firing")}
+      - {expected("PlimsollRuleFiring", 25)}
+      - {expected("PlimsollTargetDown", 11)}
+      - {expected("PlimsollTargetDown", 12, "severity: critical", "target: hy3")}
+      - {expected("PlimsollTargetDown", 25)}
+      - {expected("PlimsollWatchDown", 12)}
+      - {expected("PlimsollWatchDown", 13, "severity: warning", "job: plimsoll")}
+"""
+    )
+    checked = subprocess.run(
+        ["promtool", "test", "rules", str(tmp_path / "cases.yml")],
         capture_output=True,
         text=True,
         timeout=30,
