@@ -345,6 +345,8 @@ async def keep_watch(config: WatchConfig, stop: asyncio.Event, listening: Callab
     here = target.url.is_loopback or target.pid is not None
     # The GPUs of this host say nothing of a server on another one.
     gpu = gpu_reader("none" if target.gpu == "auto" and not here else target.gpu)
+    for note in target.url.notes:
+        _log.info("%s: %s", target.name, note)
     with contextlib.closing(_open_history(config.history, clock)) as history:
         watch = Watch(config, history, clock)
         collector = TickCollector(clock, extra=watch.families)
@@ -368,11 +370,13 @@ async def keep_watch(config: WatchConfig, stop: asyncio.Event, listening: Callab
             collector.follow(target.name, sampler)
             if listening is not None:
                 listening(f"{address}/metrics")
-            sampling = asyncio.create_task(sampler.run())
+            sampling, stopping = asyncio.create_task(sampler.run()), asyncio.create_task(stop.wait())
             try:
                 async with Schedule([Job("rules", watch.judge, config.evaluate_every_s)]):
-                    await stop.wait()
+                    # A watch that no longer samples must end, so that whoever supervises it can start it again.
+                    await asyncio.wait((sampling, stopping), return_when=asyncio.FIRST_COMPLETED)
             finally:
+                stopping.cancel()
                 sampling.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await sampling

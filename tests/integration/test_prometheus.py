@@ -224,6 +224,14 @@ def prometheus(watch, watch_of_recorded, tmp_path_factory):
         child.stop()
 
 
+def promtool(*arguments, page=None):
+    """Exit code, and all that it printed."""
+    done = subprocess.run(
+        ["promtool", *map(str, arguments)], input=page, capture_output=True, text=True, timeout=30, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
 def query(prometheus, expr):
     answer = get(f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': expr})}")
     document = json.loads(answer) if answer else {"status": "error", "error": "no answer"}
@@ -295,21 +303,12 @@ def test_promtool_finds_nothing_to_say_about_the_metrics(which, request):
     page = wait_for(
         lambda: "plimsoll_requests_running" in (text := get(f"http://{address}/metrics") or "") and text, "it"
     )
-    checked = subprocess.run(
-        ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, timeout=30, check=False
-    )
-    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+    assert promtool("check", "metrics", page=page) == (0, "")
 
 
 def test_promtool_accepts_the_shipped_configuration(programs):
-    checked = subprocess.run(
-        ["promtool", "check", "config", str(GRAFANA / "prometheus.yml")],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    code, told = promtool("check", "config", GRAFANA / "prometheus.yml")
+    assert code == 0, told
 
 
 def test_the_shipped_alerts_fire_when_they_should_and_only_then(programs, tmp_path):
@@ -345,11 +344,40 @@ tests:
       - {expected("PlimsollWatchDown", 13, "severity: warning", "job: plimsoll")}
 """
     )
-    checked = subprocess.run(
-        ["promtool", "test", "rules", str(tmp_path / "cases.yml")],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    code, told = promtool("test", "rules", tmp_path / "cases.yml")
+    assert code == 0, told
+
+
+def test_gpu_memory_is_shown_where_there_is_a_gpu_and_process_memory_elsewhere(programs, tmp_path):
+    (expr,) = [
+        expr for name, expr in panel_queries("plimsoll-target.json", ".+").items() if name.startswith("GPU memory")
+    ]
+    gpu, process = "plimsoll_gpu_memory_used_bytes", "plimsoll_process_resident_memory_bytes"
+    cases = {
+        "evaluation_interval": "15s",
+        "tests": [
+            {
+                "interval": "15s",
+                "input_series": [
+                    {"series": f'{gpu}{{job="j", instance="a", target="x", gpu="0"}}', "values": "70x9"},
+                    {"series": f'{gpu}{{job="j", instance="a", target="x", gpu="1"}}', "values": "71x9"},
+                    {"series": f'{process}{{job="j", instance="a", target="x", role="server"}}', "values": "3x9"},
+                    {"series": f'{process}{{job="j", instance="b", target="y", role="server"}}', "values": "4x9"},
+                ],
+                "promql_expr_test": [
+                    {
+                        "expr": expr,
+                        "eval_time": "1m",
+                        "exp_samples": [
+                            {"labels": f'{gpu}{{job="j", instance="a", target="x", gpu="0"}}', "value": 70},
+                            {"labels": f'{gpu}{{job="j", instance="a", target="x", gpu="1"}}', "value": 71},
+                            {"labels": f'{process}{{job="j", instance="b", target="y", role="server"}}', "value": 4},
+                        ],
+                    }
+                ],
+            }
+        ],
+    }
+    (tmp_path / "cases.yml").write_text(yaml.safe_dump(cases))
+    code, told = promtool("test", "rules", tmp_path / "cases.yml")
+    assert code == 0, told

@@ -408,6 +408,16 @@ async def test_a_stress_run_is_not_continued_as_a_watch(tmp_path):
         await keep_watch(config, asyncio.Event())
 
 
+async def test_a_watch_that_no_longer_samples_ends_with_the_reason(tmp_path, monkeypatch):
+    async def broken(self):
+        raise RuntimeError("no more ticks")
+
+    monkeypatch.setattr("plimsoll.watch.Sampler.run", broken)
+    config = WatchConfig(WatchTarget(parse_url("http://127.0.0.1:1"), "demo", gpu="none"), tmp_path / "w.db", port=0)
+    with pytest.raises(RuntimeError, match="no more ticks"):
+        await keep_watch(config, asyncio.Event())
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_cleanly(tmp_path, number):
     (tmp_path / "watch.yaml").write_text(
