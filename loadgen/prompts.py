@@ -19,22 +19,20 @@ __all__ = ["NONCE_WORDS", "WORDS", "Calibration", "calibrate", "make_prompt", "n
 
 WORDS: Final[tuple[str, ...]] = tuple(
     """
-    about after again air all also answer back before book both call came change city day earth eat even every
-    example eye far father find food form found four give good great group hand head help high home house keep kind
-    land large last late learn life light line little live long look made make man many mean men more most mother
-    move name
+    about after again answer book change city day earth every example family find food good great
+    group hand help home house land large last light line little long make more mother name
     """.split()  # noqa: SIM905 (a column of quoted words would be harder to read)
 )
 
-NONCE_WORDS: Final = 8
-"""Words that the nonce takes at the start of a prompt: 64 ** 8 = 2 ** 48 of them."""
+NONCE_WORDS: Final = 10
+"""Words that the nonce takes: 32 ** 10 is enough for 48 bits."""
 
 _NONCE_BITS = 48
 _NONCE_MASK = (1 << _NONCE_BITS) - 1
 
 
 def _paragraphs() -> tuple[tuple[str, ...], ...]:
-    rng = random.Random(64)
+    rng = random.Random(0)
     return tuple(tuple(rng.sample(WORDS, len(WORDS))) for _ in range(64))
 
 
@@ -72,7 +70,8 @@ def nonce_of(run_nonce: int, index: int) -> int:
     # Multiplying by an odd number and folding high bits into low ones are both one to one.
     value = value * 0x9E3779B97F4B & _NONCE_MASK
     value ^= value >> 23
-    return value * 0xD6E8FEB86659 & _NONCE_MASK
+    value = value * 0xD6E8FEB86659 & _NONCE_MASK
+    return value ^ value >> 25
 
 
 def make_prompt(rng: random.Random, words: int, nonce: int | None, *, shared_prefix: bool = False) -> str:
@@ -92,15 +91,17 @@ def make_prompt(rng: random.Random, words: int, nonce: int | None, *, shared_pre
         parts += _fill(endless, _PARAGRAPHS[rounds % len(_PARAGRAPHS)], shared)
         words -= shared
     if nonce is not None:
-        digits = min(words, NONCE_WORDS)
-        parts += [WORDS[nonce >> (6 * digit) & 63] for digit in range(digits)]
-        words -= digits
+        opening = [WORDS[nonce >> (5 * digit) & 31] for digit in range(min(words, NONCE_WORDS))]
+        # The rest of the first round leaves out what the nonce has used, so that the nonce costs no balance.
+        rest = [word for word in rng.choice(_PARAGRAPHS) if word not in opening][: words - len(opening)]
+        parts += opening + rest
+        words -= len(opening) + len(rest)
     return " ".join([*parts, *_fill(rng.choices(_TEXTS, k=words // len(WORDS)), rng.choice(_PARAGRAPHS), words)])
 
 
 def _fill(texts: list[str], last: tuple[str, ...], words: int) -> list[str]:
     """Whole rounds of all words, and a part of one more."""
-    return [*texts[: words // len(WORDS)], *last[: words % len(WORDS)]]
+    return [*texts, *last[: words % len(WORDS)]]
 
 
 def question(model: str, api: Api, prompt: str, max_tokens: int) -> dict[str, Any]:
@@ -116,8 +117,8 @@ def calibrate(
 ) -> Conversation[Calibration]:
     """Measure `Calibration` with four requests of one output token each.
 
-    A short and a long prompt under each of two nonces: the difference inside a pair is whole rounds of the word list,
-    so the slope does not depend on which words were drawn.
+    A short and a long prompt under each of two nonces: the difference inside a pair is whole rounds of the word list
+    (unless the context is tiny), so the slope does not depend on which words were drawn.
 
     Args:
         model: model name to send.
@@ -129,15 +130,15 @@ def calibrate(
         TargetError: the server does not answer, or refuses.
     """
     context = context_tokens or 2048
-    short = NONCE_WORDS + (len(WORDS) if context >= 512 else 0)
+    short = 2 * len(WORDS) if context >= 512 else NONCE_WORDS
     long = 0
     points: list[tuple[int, int]] = []
     for number, nonce in enumerate((0x2F3A_5C71_9D06, 0xB84E_10E7_6A95)):
         for position in range(2):
             if number == 0 and position == 1:
                 per_word = points[0][1] / short
-                rounds = int(min(1600, context * 0.5) / per_word) // len(WORDS)
-                long = NONCE_WORDS + len(WORDS) * rounds if rounds > short // len(WORDS) else short * 2
+                rounds = int(min(800, context * 0.5) / per_word - short) // len(WORDS)
+                long = short + len(WORDS) * rounds if rounds > 0 else short * 2
             words = long if position else short
             prompt = make_prompt(random.Random(words), words, nonce)
             body = question(model, api, prompt, 1) | {"temperature": 0}
