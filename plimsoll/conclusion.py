@@ -67,6 +67,10 @@ def rule(evidence: Evidence, line: LoadLine, checks: list[Check]) -> Verdict:
         return Verdict(Ruling.INCONCLUSIVE, f"the load generator was the bottleneck: {problem}")
     verdict = judge(checks)
     if verdict.ruling is Ruling.FAIL:
+        failed = [one.name for one in checks if one.outcome is Ruling.FAIL]
+        if failed == ["load_line"] and line.bound_by is BoundBy.UNKNOWN:
+            # Less ran at once than was offered, but nothing queued: that shows no limit of the server.
+            return Verdict(Ruling.INCONCLUSIVE, f"{line.evidence}: {line.next_step}")
         return Verdict(Ruling.FAIL, _failure(line, verdict.reason))
     if line.measured is None:
         return Verdict(Ruling.FAIL, f"not even one request at a time held: {line.evidence}")

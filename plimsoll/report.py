@@ -55,7 +55,9 @@ def _title(document: Mapping[str, Any]) -> str:
 
 def _stage_table(document: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    names = "offered,running,waiting,KV,ok,failed,TTFT p50,TPOT p50,gap p99,tok/s"
+    table.caption = "TTFT and TPOT are medians; gap is the 99th percentile between frames"
+    table.caption_justify = "left"
+    names = "offered,runs,waits,KV,ok,failed,TTFT,TPOT,gap,tok/s"
     for name in names.split(","):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("held", no_wrap=True)
@@ -67,7 +69,7 @@ def _stage_table(document: Mapping[str, Any]) -> Table:
         table.add_row(
             str(stage["offered"]),
             figure(stage["running"]["p50"]),
-            figure(stage["waiting"]["mean"]),
+            figure(stage["waiting"]["mean"], digits=2),
             percent(kv["max"]),
             str(requests["ok"]),
             f"[red]{failed}[/]" if failed else "0",
