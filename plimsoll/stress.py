@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, replace
@@ -257,9 +258,7 @@ class _StressRun:
             raise ConfigError(f"--log {options.log}: {error.strerror}") from None
         logged = startup_facts(ENGINES[facts.engine], text)
         if not logged:
-            raise ConfigError(
-                f"--log {options.log}: no start-up line of {facts.engine} in it; is it the right log?"
-            )
+            raise ConfigError(f"--log {options.log}: no start-up line of {facts.engine} in it; is it the right log?")
         if "max_running_requests" in logged:
             facts = replace(
                 facts, max_running_requests=logged["max_running_requests"], max_running_source=str(options.log)
@@ -641,6 +640,13 @@ def _require_writable(path: Path) -> None:
     """Refuse an output path before a single request is sent."""
     if path.exists():
         raise ConfigError(f"{path} exists already; a run never overwrites one: name another file with --out")
+    folder = path.absolute().parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ConfigError(f"cannot write {path}: {folder} is not a folder; name another file with --out")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write {path}: no permission in {folder}; name another file with --out")
 
 
 def _plain(value: Any) -> Any:
