@@ -89,7 +89,7 @@ class _Tick:
 
 
 class Climb:
-    """Looks for the load line from inside Locust: what `plimsoll stress` does, with one scrape at each tick.
+    """Looks for the load line from inside Locust: what `plimsoll stress` does, without its history and report.
 
     Args:
         traffic: whose requests are watched.
@@ -111,6 +111,12 @@ class Climb:
         self._ticks: list[_Tick] = []
         self._book = TokenBook()
         self._stages: list[_Stage] = []
+        self._scraping = gevent.spawn(self._scrape, min(1.0, max(0.25, policy.min_seconds / 20)))
+
+    def close(self) -> None:
+        """Scrape no more."""
+        self._scraping.kill()
+        self._connection.close()
 
     def add(self, record: RequestRecord) -> None:
         """Take in a request that ended."""
@@ -122,7 +128,7 @@ class Climb:
             stage.pacer.on_request(record.t_plan_ns)
 
     def offered(self) -> int | None:
-        """Users wanted now, or None when the line is known. Scrapes the target."""
+        """Users wanted now, or None when the line is known."""
         now_ns = self._traffic.endpoint.clock.now_ns()
         if not self._stages:
             first = self._search.next_stage()
@@ -131,11 +137,7 @@ class Climb:
             policy = StagePolicy(self._policy.warmup_seconds, self._policy.warmup_seconds, min_requests=1)
             return self._begin(StageSpec(_WARMUP, first.offered, "warmup"), policy, now_ns)
         stage = self._stages[-1]
-        values = self._scrape()
-        if values is not None:
-            self._ticks.append(_Tick(now_ns, values))
         stage.pacer.on_in_flight(self._traffic.in_flight)
-        stage.pacer.on_sample(None if values is None else values.get("requests_running"), now_ns)
         phase = stage.pacer.advance(now_ns)
         stage.tally.t_settled_ns = stage.pacer.t_settled_ns
         if phase is not StagePhase.DONE:
@@ -183,10 +185,18 @@ class Climb:
             line.next_step,
         )
 
-    def _scrape(self) -> Mapping[str, float] | None:
-        conversation = scrape(self._engine, kv_cache_capacity_tokens=self._facts.kv_cache_capacity_tokens)
-        reading = converse(conversation, self._connection.answer)
-        return reading.values if isinstance(reading, Reading) else None
+    def _scrape(self, interval_seconds: float) -> None:
+        while True:
+            conversation = scrape(self._engine, kv_cache_capacity_tokens=self._facts.kv_cache_capacity_tokens)
+            reading = converse(conversation, self._connection.answer)
+            now_ns = self._traffic.endpoint.clock.now_ns()
+            values = reading.values if isinstance(reading, Reading) else None
+            if values is not None:
+                self._ticks.append(_Tick(now_ns, values))
+            if self._stages:
+                running = None if values is None else values.get("requests_running")
+                self._stages[-1].pacer.on_sample(running, now_ns)
+            gevent.sleep(interval_seconds)
 
 
 class ScenarioUser(LoadUser):
@@ -209,42 +219,65 @@ class LoadLineShape(LoadTestShape):
     """Climbs to the load line, or holds what `-u` says. `-t` ends either."""
 
     use_common_options = True
+    prepared: ClassVar[bool] = False
     climb: ClassVar[Climb | None] = None
 
     def tick(self) -> tuple[int, float] | None:
         """Users wanted now and how many to add in a second, or None to end the run."""
         if self.runner is None:
             return None
-        options: Any = self.runner.environment.parsed_options
+        environment = self.runner.environment
+        options: Any = environment.parsed_options
+        try:
+            prepare(environment)
+        except PlimsollError as error:
+            environment.process_exit_code = error.exit_code
+            _log.error("%s", error)
+            return None
         # In a headless run Locust starts its own timer only after the shape has ended.
         if options.run_time and time.perf_counter() - self.start_time >= options.run_time:
             return None
-        if options.hold:
-            users = options.num_users or 1
-            return users, float(options.spawn_rate or users)
-        return climb_shape(self.climb)
+        if self.climb is not None:
+            return climb_shape(self.climb)
+        users = options.num_users or 1
+        return users, float(options.spawn_rate or users)
 
 
-def climb_shape(climb: Climb | None) -> tuple[int, float] | None:
-    """The next tick of a climb. The first one offers a single user, whose start prepares the climb itself."""
-    users = 1 if climb is None else climb.offered()
+def climb_shape(climb: Climb) -> tuple[int, float] | None:
+    """The next tick of a climb, in Locust's words."""
+    users = climb.offered()
     return None if users is None else (users, float(users))
 
 
-def prepare(environment: Environment, **_: Any) -> None:
-    """Find out whom we talk to and how long its tokens are, before the first user.
+def prepare_without_shape(environment: Environment, **_: Any) -> None:
+    """A run that the shape did not begin: a worker's, or one with the default shape chosen in the web UI.
 
     Raises:
         StopTest: the target or the options cannot be used.
     """
-    user_class = next((one for one in environment.user_classes if issubclass(one, ScenarioUser)), None)
-    if user_class is None or isinstance(environment.runner, MasterRunner):
-        return
     try:
-        user_class.traffic = _prepare(environment, find_workload(user_class.workload_name))
+        prepare(environment)
     except PlimsollError as error:
         environment.process_exit_code = error.exit_code
         raise StopTest(str(error)) from None
+
+
+def prepare(environment: Environment) -> None:
+    """Find out whom we talk to and how long its tokens are, once for each run.
+
+    Raises:
+        PlimsollError: the target or the options cannot be used.
+    """
+    options: Any = environment.parsed_options
+    user_class = next((one for one in environment.user_classes if issubclass(one, ScenarioUser)), None)
+    if user_class is None or LoadLineShape.prepared:
+        return
+    if isinstance(environment.runner, MasterRunner):
+        if not options.hold:
+            raise ConfigError("climbing to the load line needs one process: give -u, or leave out --master")
+    else:
+        user_class.traffic = _prepare(environment, find_workload(user_class.workload_name))
+    LoadLineShape.prepared = True
 
 
 def _prepare(environment: Environment, workload: Workload) -> Traffic:
@@ -281,9 +314,7 @@ def _prepare(environment: Environment, workload: Workload) -> Traffic:
 
     traffic = Traffic(endpoint, maker, on_record=tell)
     limit = options.max_batch or facts.max_running_requests
-    if not options.hold:
-        if isinstance(environment.runner, WorkerRunner):
-            raise ConfigError("climbing to the load line needs one process: give -u, or leave out --processes")
+    if not options.hold and environment.shape_class is not None:
         climb = Climb(traffic, engine, facts, limit, StagePolicy().with_stage_seconds(options.stage_seconds))
         # Fewer users must not mean requests cut in the middle: the server would see cancellations.
         environment.stop_timeout = max(environment.stop_timeout or 0.0, _STOP_SECONDS)
@@ -321,13 +352,15 @@ def _fire(environment: Environment, name: str, record: RequestRecord) -> None:
 
 
 def finish(environment: Environment, **_: Any) -> None:
-    """Forget the climb, so that the web UI can start another."""
+    """Forget the run, so that the web UI can start another."""
     del environment
-    LoadLineShape.climb = None
+    if LoadLineShape.climb is not None:
+        LoadLineShape.climb.close()
+    LoadLineShape.prepared, LoadLineShape.climb = False, None
 
 
 _EVENTS: Any = events
 _EVENTS.init_command_line_parser.add_listener(add_options)
 _EVENTS.init.add_listener(note_users)
-_EVENTS.test_start.add_listener(prepare)
+_EVENTS.test_start.add_listener(prepare_without_shape)
 _EVENTS.test_stop.add_listener(finish)
