@@ -475,12 +475,14 @@ class StreamDecoder:
             self._fail(message if isinstance(message, str) else f"the server ended it with {self._finish_reason!r}")
 
     def _stamp(self, t_ns: int, *, said: bool) -> None:
-        if self._t_last_ns is None:
+        if self._t_last_ns is None or self._t_first_ns is None:
             self._t_first_ns = t_ns
         else:
             # Kernel stamps are moved from the wall clock, so a stepped clock may put one a hair before its predecessor.
             t_ns = max(t_ns, self._t_last_ns)
-            self._gaps_us.append((t_ns - self._t_last_ns) // 1000)
+            # Rounded from the first frame on, so that the sum of many gaps does not drift.
+            first_ns = self._t_first_ns
+            self._gaps_us.append((t_ns - first_ns) // 1000 - (self._t_last_ns - first_ns) // 1000)
         if said and self._t_first_content_ns is None:
             self._t_first_content_ns = t_ns
         self._t_last_ns = t_ns

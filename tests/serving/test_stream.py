@@ -429,3 +429,12 @@ def test_the_http_decoder_gives_the_body_of_any_answer():
     assert not http.complete
     assert http.feed(b"c") == b"c"
     assert (http.status, http.reason, http.complete, http.reusable) == (404, "Not Found", True, True)
+
+
+def test_the_sum_of_gaps_does_not_drift_from_the_last_stamp():
+    decoder = StreamDecoder()
+    decoder.feed(HEAD, 0)
+    for number in range(500):
+        decoder.feed(chunk(event(ONE)), number * 1_999)
+    result = decoder.result()
+    assert sum(result.gaps_us) == (result.t_last_ns - result.t_first_ns) // 1000
