@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from loadgen.driver_link import ClientHealth, DriverConfig, DriverLink, TimeLimits
-from loadgen.prompts import Calibration
+from loadgen.prompts import Calibration, calibrate
 from loadgen.protocol import decode_config, decode_record, encode_config, encode_record
 from loadgen.workloads import WORKLOADS
 from serving.clock import NS, SystemClock
+from serving.conversation import HttpAnswer, HttpRequest, converse
 from serving.errors import PlimsollError
 from serving.records import Outcome, RequestRecord
 
@@ -260,3 +262,40 @@ def test_messages_survive_the_wire():
 def test_the_link_needs_neither_gevent_nor_locust():
     code = "import sys, loadgen.driver_link; assert not {'gevent', 'locust'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.engine
+async def test_on_a_real_engine_our_tokens_are_the_servers_and_the_answers_have_the_planned_length(drive, tmp_path):
+    pytest.importorskip("xllamacpp")
+    from serving.embedded import EmbeddedServer
+
+    options = {"shape": "tiny", "slots": 4, "log_path": tmp_path / "log", "cache_dir": tmp_path}
+    with await asyncio.to_thread(lambda: EmbeddedServer.start(**options)) as engine:
+        answer = _plain_http(engine.url)
+        workload = WORKLOADS["interactive"].scaled(2048, prompt_tokens=100, output_tokens=40)
+        calibration = converse(calibrate("tiny", "chat", 2048), answer)
+        before = _generated(answer)
+        link, heard = await drive(engine.url, model="tiny", workload=workload, calibration=calibration)
+        await link.stage("6", 6)
+        await heard.until(lambda: len(heard.records) >= 30, seconds=30)
+        await link.stop(20.0)
+        assert heard.outcomes == {Outcome.OK: link.issued}
+        assert all(record.completion_tokens == record.planned_output_tokens for record in heard.records)
+        assert sum(record.completion_tokens or 0 for record in heard.records) == _generated(answer) - before
+
+
+def _plain_http(url):
+    def answer(request):
+        data = None if request.json_body is None else json.dumps(request.json_body).encode()
+        headers = {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url + request.path, data, headers)) as reply:
+            return HttpAnswer(reply.status, {}, reply.read())
+
+    return answer
+
+
+def _generated(answer) -> int:
+    text = answer(HttpRequest("/metrics")).text()
+    return next(
+        int(line.split()[1]) for line in text.splitlines() if line.startswith("llamacpp:tokens_predicted_total")
+    )
