@@ -40,6 +40,8 @@ def quantile(ordered: list[float], p: float) -> float:
 
 def describe(name: str, values_ms: list[float]) -> str:
     ordered = sorted(values_ms)
+    if not ordered:
+        return f"{name:34} not known"
     figures = [f"{label} {quantile(ordered, p):8.3f}" for label, p in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))]
     return f"{name:34} {'  '.join(figures)}  ms  ({len(ordered)} values)"
 

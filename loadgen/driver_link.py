@@ -179,21 +179,26 @@ class DriverLink:
                         break  # the child died while it wrote
                     stopped = self._take(json.loads(line)) or stopped
         finally:
+            # Also when a handler raised: nobody may wait for a child that is no longer listened to.
             self._writer.close()
-        try:
-            async with asyncio.timeout(_END_SECONDS):
-                code = await self._process.wait()
-        except TimeoutError:
-            self._process.send_signal(signal.SIGKILL)
-            code = await self._process.wait()
-        await listening
+            code = await self._reap()
+            await listening
+            self._ended.set()
+            for future in self._in_force.values():
+                if not future.done():
+                    future.set_result(self._clock.now_ns())
         self._report_cut()
-        self._ended.set()
-        for future in self._in_force.values():
-            if not future.done():
-                future.set_result(self._clock.now_ns())
         if not stopped and not self._stopping and self._ready.is_set() and self._on_died is not None:
             self._on_died(code, "\n".join(self._last_words))
+
+    async def _reap(self) -> int:
+        """The child's exit code; it ends by itself once its socket is closed, or else by force."""
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                return await self._process.wait()
+        except TimeoutError:
+            self._process.send_signal(signal.SIGKILL)
+            return await self._process.wait()
 
     async def _listen(self) -> None:
         stream = self._process.stderr

@@ -244,6 +244,21 @@ def _lives(pid: int) -> bool:
     return False
 
 
+async def test_a_handler_that_raises_hangs_nobody_and_is_heard_of(fake_server):
+    def refuse(record):
+        raise RuntimeError("disk full")
+
+    link = await DriverLink.start(config_for(fake_server.url), on_record=refuse)
+    try:
+        async with asyncio.timeout(10):
+            await link.stage("1", 1)
+            await link._ended.wait()
+            await link.stage("2", 2)
+    finally:
+        with pytest.raises(RuntimeError, match="disk full"):
+            await link.close()
+
+
 async def test_a_driver_that_cannot_start_says_why(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(PlimsollError, match="did not start"):
