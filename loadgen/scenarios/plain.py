@@ -295,6 +295,8 @@ def _prepare(environment: Environment, workload: Workload) -> Traffic:
     workload = workload.scaled(context, options.prompt_tokens or None, options.output_tokens or None)
     calibration = converse(calibrate(facts.model, answer.api, context), connection.answer)
     connection.close()
+    if not calibration.measured:
+        _log.warning("%s reports no token usage: prompts have only roughly the length wanted", environment.host)
     worker = environment.runner.worker_index if isinstance(environment.runner, WorkerRunner) else 0
     maker = RequestMaker(
         workload,
