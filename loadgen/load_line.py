@@ -156,7 +156,7 @@ def did_hold(seen: StageObservation) -> tuple[bool, str]:
         return False, f"{seen.preemptions} preemptions"
     if running < seen.offered:
         return False, f"{running:g} of {seen.offered} ran at once, {waiting:.1f} waited"
-    if waiting >= WAITING_TOLERANCE:
+    if _queues(seen):
         return False, f"{waiting:.1f} requests waited on average"
     return True, f"{running:g} ran at once, {waiting:.1f} waited"
 
@@ -338,9 +338,13 @@ class LoadLineSearch:
         if running is None or waiting is None:
             return BoundBy.UNKNOWN
         slots = self.slots if self.slots is not None else self.limit
-        if waiting >= WAITING_TOLERANCE:
-            if slots is not None and running >= slots:
-                return BoundBy.BATCH_SLOTS
+        if slots is not None and running >= slots:
+            # All slots run and still not everything that was offered: the rest waits, also where the engine's counter
+            # does not show it yet (llama.cpp takes a request in only between two decode calls).
+            return BoundBy.BATCH_SLOTS
+        # A queue of less than one request on average is easily missed by sampling; a larger offer shows it.
+        queued = any(seen.offered >= failing.offered and _queues(seen) for seen in self.seen.values())
+        if queued:
             if _kv_binds(failing):
                 return BoundBy.KV_CACHE
             if self._plateau(running):
@@ -379,6 +383,10 @@ class LoadLineSearch:
                 "give the front end more CPU, or the requests more tokens"
             )
         return "run again with longer stages"
+
+
+def _queues(seen: StageObservation) -> bool:
+    return seen.waiting_mean is not None and seen.waiting_mean >= WAITING_TOLERANCE
 
 
 def _kv_binds(seen: StageObservation) -> bool:

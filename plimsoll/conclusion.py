@@ -8,12 +8,13 @@ from alerts.verdict import Check, Finding, Ruling, Severity, Verdict, compare, j
 from loadgen.load_line import BoundBy, LoadLine, did_hold
 from loadgen.observation import Gauge
 from loadgen.tally import Percentiles, TokenBook, summarize
-from plimsoll.evidence import Evidence, StageRun
+from plimsoll.evidence import Ending, Evidence, StageRun
 from serving.records import Outcome
 
 __all__ = ["SCHEMA", "check", "document", "find", "interrupted_document", "rule"]
 
 SCHEMA = "plimsoll.stress/1"
+COULD_NOT_RUN = 4
 INTERRUPTED = 130
 SWAP_GROWTH_LIMIT_BYTES = 16 * 2**20
 """Swap that grows by more than this voids a run: a server that lives on swap has no load line."""
@@ -50,6 +51,11 @@ def check(evidence: Evidence, line: LoadLine) -> list[Check]:
 def rule(evidence: Evidence, line: LoadLine, checks: list[Check]) -> Verdict:
     """The verdict: what voids the run comes first, then the worst of the checks."""
     ending = evidence.ending
+    if ending.record_error:
+        return Verdict(
+            Ruling.INCONCLUSIVE,
+            f"the run file could not be written to its end, what is in it is readable: {ending.record_error}",
+        )
     if ending.driver_died:
         return Verdict(Ruling.INCONCLUSIVE, ending.driver_died)
     if ending.server_died:
@@ -189,7 +195,7 @@ def document(evidence: Evidence, line: LoadLine, *, run: str, t_ns: int, slo_exa
         },
         **verdict.to_json(),
         "interrupted": evidence.ending.interrupted,
-        "exit_code": INTERRUPTED if evidence.ending.interrupted else verdict.exit_code,
+        "exit_code": _exit_code(evidence.ending, verdict),
         "load_line": {
             "configured": line.configured,
             "measured": line.measured,
@@ -238,6 +244,12 @@ def interrupted_document(*, run: str, url: str, workload: Mapping[str, Any]) -> 
         "checks": [],
         "findings": [],
     }
+
+
+def _exit_code(ending: Ending, verdict: Verdict) -> int:
+    if ending.record_error:
+        return COULD_NOT_RUN
+    return INTERRUPTED if ending.interrupted else verdict.exit_code
 
 
 def _failure(line: LoadLine, checks: str) -> str:

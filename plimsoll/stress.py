@@ -40,7 +40,7 @@ from plimsoll.evidence import Drain, Evidence, Prepared, StageRun
 from plimsoll.report import render_stress
 from serving.clock import NS, SystemClock
 from serving.engines import ENGINES, TargetFacts, probe, startup_facts
-from serving.errors import ConfigError, RecordError, TargetError
+from serving.errors import ConfigError, TargetError
 from serving.records import Event, RequestRecord, Stage
 from serving.settings import read_settings
 from serving.smoke import smoke
@@ -167,7 +167,7 @@ async def execute(options: StressOptions, console: Console) -> dict[str, Any]:
     Raises:
         ConfigError: wrong options, settings or output path.
         TargetError: the target cannot be used before the run began.
-        RecordError: the run file could not be written to its end.
+        RecordError: the run file cannot be created. One that cannot be written to its end is said in the document.
     """
     return await _StressRun(options, console).execute()
 
@@ -237,6 +237,8 @@ class _StressRun:
             f"{base.text}: {facts.engine}, model {facts.model}, context {facts.context_tokens or 'unknown'} tokens; "
             + (f"batch limit {limit} ({source})" if limit else f"{source}: searching upwards by doubling")
         )
+        if not calibration.measured:
+            self._say("the server reports no usage.prompt_tokens: prompt lengths are only assumed")
         self._say(
             f"workload {workload.name}: {workload.prompt_tokens} tokens in, {workload.output_tokens} out on average, "
             f"seed {options.seed}"
@@ -570,20 +572,25 @@ class _StressRun:
         now_ns = self.clock.now_ns()
         if evidence.ending.interrupted:
             self.history.append_event(Event(now_ns, "interrupted", "by the user"))
-        result = document(
-            evidence,
-            search.result(),
-            run=str(self.path),
-            t_ns=now_ns,
-            slo_exact=self.options.plan is PlanName.SLO,
-        )
+        result = self._document(search, now_ns)
         self.history.set_manifest({"result": result, "ended_t_ns": now_ns})
         for finding in result["findings"]:
             self.history.append_finding(now_ns, finding["rule"], "found", finding)
         self.history.flush()
-        if self.history.error is not None:
-            raise RecordError(f"{self.history.error}; what was written until then is readable")
+        if self.history.error is not None and evidence.ending.record_error is None:
+            # The very last write failed: the result cannot be in the file, so it has to say so itself.
+            evidence.ending.record_error = str(self.history.error)
+            result = self._document(search, now_ns)
         return result
+
+    def _document(self, search: LoadLineSearch, t_ns: int) -> dict[str, Any]:
+        return document(
+            self.evidence,
+            search.result(),
+            run=str(self.path),
+            t_ns=t_ns,
+            slo_exact=self.options.plan is PlanName.SLO,
+        )
 
     # ---- for people
 

@@ -70,6 +70,19 @@ def test_a_stage_that_failed_by_accident_below_a_limit_that_holds_does_not_end_t
     assert line.notes == ("4 did not hold although 8 did: the server is unstable",)
 
 
+def test_slots_that_all_run_bind_even_where_the_engine_hides_its_queue():
+    _, line = run(LoadLineSearch(4), lambda n: observe(n, runs=4, waiting=0.3 if n > 4 else 0))
+    assert (line.measured, line.bound_by) == (4, BoundBy.BATCH_SLOTS)
+
+
+def test_a_queue_that_only_a_larger_offer_shows_is_a_queue():
+    def server(n):
+        return observe(n, runs=12, waiting=max(0, n - 13) + 0.3 if n > 12 else 0)
+
+    _, line = run(LoadLineSearch(None), server)
+    assert (line.measured, line.bound_by) == (12, BoundBy.BATCH_SLOTS)
+
+
 def test_requests_that_neither_run_nor_wait_point_at_the_front_end():
     _, line = run(LoadLineSearch(8), lambda n: observe(n, runs=min(n, 3), waiting=0.0))
     assert (line.measured, line.bound_by) == (3, BoundBy.UNKNOWN)

@@ -181,6 +181,13 @@ def test_a_slow_client_voids():
     assert document(evidence, line, run="r.db", t_ns=T0, slo_exact=False)["client"]["valid"] is False
 
 
+@pytest.mark.parametrize(("late", "ruling"), [(3, Ruling.PASS), (4, Ruling.INCONCLUSIVE)])
+def test_a_few_late_requests_are_an_incident_and_more_void(late, ruling):
+    evidence, line = modelled_run()
+    evidence.send_lag.extend([1.0] * late)
+    assert ruled(evidence, line).ruling is ruling
+
+
 def test_requests_that_we_could_not_send_void():
     evidence, line = modelled_run()
     evidence.add_record(record(10_000, "8", T0, outcome=Outcome.CLIENT_ERROR, error="no file descriptor left"))
@@ -217,6 +224,15 @@ def test_an_interrupted_run_exits_with_130():
     evidence, line = modelled_run()
     evidence.ending.interrupted = True
     assert document(evidence, line, run="r.db", t_ns=T0, slo_exact=False)["exit_code"] == 130
+
+
+def test_a_run_file_that_could_not_be_written_exits_with_4_and_still_has_its_figures():
+    evidence, line = modelled_run()
+    evidence.ending.record_error = "disk full"
+    result = document(evidence, line, run="r.db", t_ns=T0, slo_exact=False)
+    assert (result["exit_code"], result["verdict"]) == (4, "inconclusive")
+    assert "disk full" in result["reason"]
+    assert result["load_line"]["measured"] == 8
 
 
 def test_requests_left_behind_and_kv_left_in_use_fail_and_are_found():
