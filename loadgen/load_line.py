@@ -409,7 +409,7 @@ def _evidence(failing: StageObservation, held: StageObservation | None) -> str:
     if running is not None:
         parts.append(f"{running:g} running")
     if waiting is not None:
-        parts.append(f"{waiting:.3g} waiting")
+        parts.append(f"{waiting:.2g} waiting on average")
     if failing.kv_max is not None:
         parts.append(f"KV cache {failing.kv_max:.0%}")
     if failing.preemptions:

@@ -114,8 +114,9 @@ def _summary(document: Mapping[str, Any]) -> Group:
     lag = client["arrival_lag_seconds"]
     add(
         "client",
-        f"{'valid' if client['valid'] else 'NOT VALID'}: send lag p99 {seconds(client['send_lag_seconds']['p99'])}, "
-        f"arrival lag p99 {seconds(lag['p99'])} ({lag['source']}), CPU {percent(client['cpu_ratio'])}",
+        f"{'valid' if client['valid'] else 'NOT VALID'}: requests left at most "
+        f"{seconds(client['send_lag_seconds']['max'])} late, frames were read at most {seconds(lag['max'])} after they "
+        f"arrived ({lag['source']} stamps), CPU {percent(client['cpu_ratio'])}",
     )
     drain = document["drain"]
     if drain is not None and drain["seconds"] is not None:

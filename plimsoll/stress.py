@@ -623,11 +623,7 @@ class _StressRun:
         if stage.view is None:
             return
         held, why = did_hold(stage.view.observation)
-        rate = stage.view.observation.output_tokens_per_second
-        self._say(
-            f"{stage.spec.offered} offered: {'held' if held else 'did not hold'} ({why})"
-            + (f", {rate:,.0f} tokens/s" if rate else "")
-        )
+        self._say(f"{stage.spec.offered} offered: {'held' if held else 'did not hold'} ({why})")
 
 
 def _progress(console: Console) -> Progress:

@@ -44,7 +44,7 @@ def stress(tmp_path):
     def start(server, *arguments):
         command = [
             *(sys.executable, "-m", "plimsoll", "stress", server.url, "--json", "--gpu", "none"),
-            *("--log", server.log_path, "--out", tmp_path / "run.db", *arguments),
+            *("--log", server.log_path, "--out", tmp_path / "run.db", "--interval", 0.25, *arguments),
         ]
         child = subprocess.Popen(
             list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
