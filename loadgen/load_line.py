@@ -35,6 +35,8 @@ FAILURE_TOLERANCE_RATIO = 0.01
 """Share of failed requests up to which a stage can still hold: one in a hundred is an incident, not a limit."""
 
 WAITING_TOLERANCE = 0.5
+IN_TRANSIT_RATIO = 0.25
+"""Share of the offered requests that may be neither running nor waiting before that is what stands out."""
 KV_FULL_RATIO = 0.9
 KV_ROOM_RATIO = 0.7
 GROWTH_TOLERANCE_RATIO = 0.05
@@ -101,6 +103,13 @@ class StageObservation:
     def waiting_mean(self) -> float | None:
         """Mean of waiting requests, or None without samples."""
         return fmean(self.waiting) if self.waiting else None
+
+    @property
+    def in_transit(self) -> float:
+        """Offered requests that on average were neither running nor waiting; 0 without samples."""
+        if not self.running or not self.waiting:
+            return 0.0
+        return max(0.0, self.offered - fmean(self.running) - fmean(self.waiting))
 
     @property
     def failed(self) -> int:
@@ -344,18 +353,14 @@ class LoadLineSearch:
             return BoundBy.BATCH_SLOTS
         # A queue of less than one request on average is easily missed by sampling; a larger offer shows it.
         queued = any(seen.offered >= failing.offered and _queues(seen) for seen in self.seen.values())
-        if queued:
-            if _kv_binds(failing):
-                return BoundBy.KV_CACHE
-            if self._plateau(running):
-                return BoundBy.BATCH_SLOTS
-            return BoundBy.TOKEN_BUDGET
-        # Neither running nor waiting: they were on their way, in the server's front end or on the network.
-        return BoundBy.UNKNOWN
-
-    def _plateau(self, running: float) -> bool:
-        """Whether no stage ever ran more than this at once, whatever was offered: a limit nobody told us of."""
-        return all(seen.running_p50 is None or seen.running_p50 <= running for seen in self.seen.values())
+        most = max((max(seen.running, default=0.0) for seen in self.seen.values()), default=0.0)
+        if queued and running >= most:
+            # No stage ever ran more at once, whatever was offered: a limit that nobody told us of, unless memory is it.
+            return BoundBy.KV_CACHE if _kv_binds(failing) else BoundBy.BATCH_SLOTS
+        if failing.in_transit > max(0.5, IN_TRANSIT_RATIO * failing.offered) or not queued:
+            # Neither running nor waiting: in the server's front end or on the network. No limit of the batch is shown.
+            return BoundBy.UNKNOWN
+        return BoundBy.KV_CACHE if _kv_binds(failing) else BoundBy.TOKEN_BUDGET
 
     def _advice(self, bound_by: BoundBy, low: int, failing: StageObservation, held: StageObservation | None) -> str:
         if bound_by is BoundBy.KV_CACHE:
@@ -375,12 +380,10 @@ class LoadLineSearch:
             if room is not None and room >= KV_FULL_RATIO:
                 return "the KV cache is nearly full too: raise neither without more memory"
             return "keep it"
-        running, waiting = failing.running_p50, failing.waiting_mean
-        if running is not None and waiting is not None and running + waiting < failing.offered - 0.5:
-            lost = failing.offered - running - waiting
+        if failing.in_transit > 0.5:
             return (
-                f"about {lost:.0f} requests neither ran nor waited: they were in the server's front end or on the way; "
-                "give the front end more CPU, or the requests more tokens"
+                f"about {failing.in_transit:.0f} requests neither ran nor waited: they were in the server's front end or "
+                "on their way; give the front end more CPU, or the requests more tokens"
             )
         return "run again with longer stages"
 

@@ -54,10 +54,10 @@ def _title(document: Mapping[str, Any]) -> str:
 
 
 def _stage_table(document: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.caption = "TTFT and TPOT are medians; gap is the 99th percentile between frames"
     table.caption_justify = "left"
-    names = "offered,runs,waits,KV,ok,failed,TTFT,TPOT,gap,tok/s"
+    names = "offered,runs,waits,KV,ok,fail,TTFT,TPOT,gap,tok/s"
     for name in names.split(","):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("held", no_wrap=True)

@@ -473,7 +473,8 @@ class _StressRun:
         prepared, options = self.evidence.prepared, self.options
         base, facts = prepared.base, prepared.facts
         here = base.is_loopback or options.pid is not None
-        gpu = gpu_reader(options.gpu)
+        # The GPUs of this host say nothing of a server on another one.
+        gpu = gpu_reader("none" if options.gpu == "auto" and not here else options.gpu)
         sampler = Sampler(
             self.clock,
             target_reader(

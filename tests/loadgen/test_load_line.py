@@ -83,6 +83,21 @@ def test_a_queue_that_only_a_larger_offer_shows_is_a_queue():
     assert (line.measured, line.bound_by) == (12, BoundBy.BATCH_SLOTS)
 
 
+def test_a_front_end_that_is_busy_streaming_is_not_taken_for_a_token_budget():
+    """As seen on vLLM with a model so small that its API server was the bottleneck."""
+
+    def server(n):
+        seen = {
+            2: ([0, 2, 2, 1, 0, 0, 1, 0], [0] * 8),
+            8: ([0, 0, 0, 1, 4, 2, 0, 1], [0, 0, 0, 0, 0, 5, 0, 0]),
+        }.get(n, ([1] * 8, [0] * 8))
+        return StageObservation(n, 9.0, *seen, kv_cache_usage_ratio=[0.1] * 8, preemptions=0)
+
+    _, line = run(LoadLineSearch(8), server)
+    assert (line.measured, line.bound_by) == (1, BoundBy.UNKNOWN)
+    assert "front end" in line.next_step
+
+
 def test_requests_that_neither_run_nor_wait_point_at_the_front_end():
     _, line = run(LoadLineSearch(8), lambda n: observe(n, runs=min(n, 3), waiting=0.0))
     assert (line.measured, line.bound_by) == (3, BoundBy.UNKNOWN)
