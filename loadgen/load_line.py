@@ -382,8 +382,8 @@ class LoadLineSearch:
             return "keep it"
         if failing.in_transit > 0.5:
             return (
-                f"about {failing.in_transit:.0f} requests neither ran nor waited: they were in the server's front end or "
-                "on their way; give the front end more CPU, or the requests more tokens"
+                f"about {failing.in_transit:.0f} requests neither ran nor waited: they were in the server's front end "
+                "or on their way; give the front end more CPU, or the requests more tokens"
             )
         return "run again with longer stages"
 
