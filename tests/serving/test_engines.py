@@ -827,3 +827,28 @@ def test_limits_in_composed_startup_logs(engine, log, facts):
 def test_a_reading_marks_proxies_by_their_source():
     reading = Reading(values={"a": 1.0, "b": 2.0}, sources={"a": "proxy:/slots", "b": "x"})
     assert [reading.is_proxy(name) for name in ("a", "b", "c")] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "live"),
+    [
+        (
+            "batch_slots",
+            {"max_running_requests": 8, "context_tokens": 2048},
+            {"requests_running": 8, "requests_waiting": 2, "request_preemptions_total": 0},
+        ),
+        (
+            "kv_cache",
+            {"max_running_requests": 8, "context_tokens": 1024, "kv_cache_capacity_tokens": 34 * 32},
+            {"requests_running": 5, "requests_waiting": 5, "request_preemptions_total": 9},
+        ),
+    ],
+)
+def test_vllm_of_eight_sequences_as_recorded_under_ten_streams(name, facts, live):
+    """The log says how it was started; the page, taken under load, shows what bound."""
+    folder = SAMPLES / "vllm" / "small_moe"
+    told = startup_facts(VLLM, (folder / f"startup_{name}.log").read_text(encoding="utf-8"))
+    assert facts.items() <= told.items()
+    seen = VLLM.read(parse((folder / f"metrics_{name}.txt").read_bytes())).values
+    assert live.items() <= seen.items()
+    assert (seen["kv_cache_usage_ratio"] > 0.9) is (name == "kv_cache")
