@@ -112,6 +112,11 @@ class StageObservation:
         return max(0.0, self.offered - fmean(self.running) - fmean(self.waiting))
 
     @property
+    def answered(self) -> int:
+        """Requests of this stage that ended well."""
+        return sum(self.outcomes.get(outcome, 0) for outcome in (Outcome.OK, Outcome.SHORT))
+
+    @property
     def failed(self) -> int:
         """Requests of this stage that the server failed."""
         return sum(self.outcomes.get(outcome, 0) for outcome in FAILED)
@@ -161,6 +166,9 @@ def did_hold(seen: StageObservation) -> tuple[bool, str]:
         return False, f"{seen.failed} requests failed"
     if running is None or waiting is None:
         return False, "no sample of running and waiting requests"
+    if not seen.answered:
+        # Gauges freeze when an engine hangs: eight "running" requests that never end are no load that is carried.
+        return False, "no request was answered"
     if seen.preemptions:
         return False, f"{seen.preemptions} preemptions"
     if running < seen.offered:

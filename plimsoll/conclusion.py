@@ -71,6 +71,9 @@ def rule(evidence: Evidence, line: LoadLine, checks: list[Check]) -> Verdict:
     problem = evidence.client_problem()
     if problem is not None:
         return Verdict(Ruling.INCONCLUSIVE, f"the load generator was the bottleneck: {problem}")
+    others = evidence.other_traffic()
+    if others is not None:
+        return Verdict(Ruling.INCONCLUSIVE, f"the server was not ours alone: {others}; measure on an idle server")
     verdict = judge(checks)
     if verdict.ruling is Ruling.FAIL:
         failed = [one.name for one in checks if one.outcome is Ruling.FAIL]

@@ -176,6 +176,18 @@ class Evidence:
             return f"the load generator used {busy:.0%} of its core"
         return None
 
+    def other_traffic(self) -> str | None:
+        """How it shows that somebody else was using the server, or None."""
+        name = "requests_running"
+        before = [t.values[name] for t in self.ticks if t.t_ns <= self.t_traffic_ns and name in t.values]
+        if before and min(before) > 0:
+            return f"{min(before):g} requests were running before the first of ours"
+        for stage in self.stages:
+            most = stage.view.running.p50 if stage.view is not None else None
+            if most is not None and most > stage.spec.offered:
+                return f"{most:g} requests ran while {stage.spec.offered} were offered"
+        return None
+
     def client_cpu_ratio(self) -> float | None:
         """Median share of one core that the load generator used; the first report is its start-up."""
         ratios = sorted(health.cpu_ratio for health in self.health[1:])

@@ -91,7 +91,8 @@ def test_a_front_end_that_is_busy_streaming_is_not_taken_for_a_token_budget():
             2: ([0, 2, 2, 1, 0, 0, 1, 0], [0] * 8),
             8: ([0, 0, 0, 1, 4, 2, 0, 1], [0, 0, 0, 0, 0, 5, 0, 0]),
         }.get(n, ([1] * 8, [0] * 8))
-        return StageObservation(n, 9.0, *seen, kv_cache_usage_ratio=[0.1] * 8, preemptions=0)
+        outcomes = {Outcome.OK: 20}
+        return StageObservation(n, 9.0, *seen, kv_cache_usage_ratio=[0.1] * 8, preemptions=0, outcomes=outcomes)
 
     _, line = run(LoadLineSearch(8), server)
     assert (line.measured, line.bound_by) == (1, BoundBy.UNKNOWN)
@@ -215,8 +216,10 @@ def test_the_number_of_stages_left_is_an_upper_bound(limit, truth):
         (observe(8, runs=8, waiting=0.6), False),
         (observe(8, runs=7), False),
         (StageObservation(8, 30.0, (), ()), False),
-        (StageObservation(8, 30.0, [8] * 9, [0] * 9, preemptions=1), False),
-        (StageObservation(8, 30.0, [8] * 9, [0] * 9, preemptions=None), True),
+        (StageObservation(8, 30.0, [8] * 9, [0] * 9, outcomes={Outcome.OK: 50}, preemptions=1), False),
+        (StageObservation(8, 30.0, [8] * 9, [0] * 9, outcomes={Outcome.OK: 50}, preemptions=None), True),
+        (StageObservation(8, 30.0, [8] * 9, [0] * 9, outcomes={Outcome.UNFINISHED: 8}), False),
+        (StageObservation(8, 30.0, [8] * 9, [0] * 9), False),
         (StageObservation(8, 30.0, [8] * 9, [0] * 9, outcomes={Outcome.OK: 999, Outcome.HTTP_ERROR: 1}), True),
         (StageObservation(8, 30.0, [8] * 9, [0] * 9, outcomes={Outcome.OK: 50, Outcome.HTTP_ERROR: 1}), False),
         (StageObservation(8, 30.0, [7, 8, 8, 8], [2, 0, 0, 0], outcomes={Outcome.OK: 50}), False),

@@ -188,6 +188,22 @@ def test_a_few_late_requests_are_an_incident_and_more_void(late, ruling):
     assert ruled(evidence, line).ruling is ruling
 
 
+def test_requests_of_others_before_ours_void():
+    evidence, line = modelled_run()
+    evidence.ticks[0], evidence.ticks[1] = tick(0, running=2), tick(1, running=3)
+    assert "2 requests were running before" in ruled(evidence, line).reason
+    assert ruled(evidence, line).ruling is Ruling.INCONCLUSIVE
+
+
+def test_more_running_than_offered_voids():
+    evidence, line = modelled_run()
+    view = evidence.stages[0].view
+    evidence.stages[0].view = dataclasses.replace(view, running=dataclasses.replace(view.running, p50=5.0))
+    verdict = ruled(evidence, line)
+    assert verdict.ruling is Ruling.INCONCLUSIVE
+    assert "5 requests ran while 2 were offered" in verdict.reason
+
+
 def test_requests_that_we_could_not_send_void():
     evidence, line = modelled_run()
     evidence.add_record(record(10_000, "8", T0, outcome=Outcome.CLIENT_ERROR, error="no file descriptor left"))
