@@ -25,6 +25,7 @@ __all__ = [
     "StageObservation",
     "StageSpec",
     "did_hold",
+    "is_judged",
     "over_limit",
 ]
 
@@ -34,6 +35,8 @@ FAILED = (Outcome.STREAM_ERROR, Outcome.HTTP_ERROR, Outcome.TRUNCATED, Outcome.T
 FAILURE_TOLERANCE_RATIO = 0.01
 """Share of failed requests up to which a stage can still hold: one in a hundred is an incident, not a limit."""
 
+MIN_SAMPLES = 3
+"""A stage with fewer samples of running requests neither held nor failed to."""
 WAITING_TOLERANCE = 0.5
 IN_TRANSIT_RATIO = 0.25
 """Share of the offered requests that may be neither running nor waiting before that is what stands out."""
@@ -61,12 +64,12 @@ class BoundBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """A stage to run: `offered` requests in flight, and why."""
+    """A stage to run: `offered` requests in flight, and why. Names are unique within a run."""
 
     name: str
     offered: int
     purpose: str
-    """`ramp`, `limit`, `over`, `double` or `bisect`."""
+    """`ramp`, `limit`, `over`, `double`, `bisect` or `repeat`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,8 @@ class StageObservation:
     kv_tokens_needed: float | None = None
     client_valid: bool = True
     server_died: bool = False
+    overfull: bool = False
+    """Requests of a larger stage were still in flight: what ran and waited is not this stage's alone."""
     slo_met: bool | None = None
 
     @property
@@ -153,6 +158,13 @@ def over_limit(limit: int) -> int:
     return limit + max(2, math.ceil(limit * 0.1))
 
 
+def is_judged(seen: StageObservation) -> bool:
+    """Whether the stage shows anything: enough samples of its own load, or a death that needs none."""
+    if seen.server_died:
+        return True
+    return min(len(seen.running), len(seen.waiting)) >= MIN_SAMPLES and not seen.overfull
+
+
 def did_hold(seen: StageObservation) -> tuple[bool, str]:
     """Whether the stage held, and in a few words why (not)."""
     running, waiting = seen.running_p50, seen.waiting_mean
@@ -164,8 +176,8 @@ def did_hold(seen: StageObservation) -> tuple[bool, str]:
         return False, f"{seen.out_of_memory_errors} requests failed out of memory"
     if seen.failed_ratio > FAILURE_TOLERANCE_RATIO:
         return False, f"{seen.failed} requests failed"
-    if running is None or waiting is None:
-        return False, "no sample of running and waiting requests"
+    if running is None or waiting is None or not is_judged(seen):
+        return False, f"{len(seen.running)} samples of its own load show nothing"
     if not seen.answered:
         # Gauges freeze when an engine hangs: eight "running" requests that never end are no load that is carried.
         return False, "no request was answered"
@@ -203,6 +215,11 @@ class LoadLineSearch:
         self.ceiling = ceiling
         self.refine_slo = refine_slo
         self.seen: dict[int, StageObservation] = {}
+        """Stages that show something, by what they offered."""
+        self.blind: StageObservation | None = None
+        """A stage that showed nothing, twice."""
+        self._repeat: int | None = None
+        self._repeated: set[int] = set()
         self._stopped = False
         if limit is None:
             self._ramp: list[int] = []
@@ -211,15 +228,53 @@ class LoadLineSearch:
             self._ramp = [*quarters, over_limit(limit)]
 
     def record(self, seen: StageObservation) -> None:
-        """Take in what a stage showed. A repeated stage replaces the earlier one."""
-        self.seen[seen.offered] = seen
+        """Take in what a stage showed. A repeated stage replaces the earlier one.
+
+        A stage that showed nothing, or that failed without a queue or an error to show for it, is asked for once more:
+        one unlucky window must not move the line.
+        """
+        self._repeat = None
+        again = seen.offered in self._repeated
         if seen.server_died or not seen.client_valid:
             self._stopped = True
+        elif not is_judged(seen):
+            if again:
+                self.blind, self._stopped = seen, True
+            else:
+                self._ask_again(seen.offered)
+            return
+        elif not again and self._is_weak(seen):
+            self._ask_again(seen.offered)
+        self.seen[seen.offered] = seen
+
+    def amend(self, seen: StageObservation) -> None:
+        """Replace what a recorded stage showed by a fuller look at it, without asking for more stages."""
+        if seen.offered in self.seen and is_judged(seen):
+            self.seen[seen.offered] = seen
+
+    def _ask_again(self, offered: int) -> None:
+        self._repeat = offered
+        self._repeated.add(offered)
+
+    def _is_weak(self, seen: StageObservation) -> bool:
+        if did_hold(seen)[0] or not seen.answered or _queues(seen):
+            return False
+        slots = self.slots if self.slots is not None else self.limit
+        if slots is not None and seen.running_p50 is not None and seen.running_p50 >= slots:
+            return False
+        return not (
+            seen.preemptions
+            or seen.kv_full_errors
+            or seen.out_of_memory_errors
+            or seen.failed_ratio > FAILURE_TOLERANCE_RATIO
+        )
 
     def next_stage(self) -> StageSpec | None:
         """The next stage to run, or None when the line is known (or cannot be)."""
         if self._stopped:
             return None
+        if self._repeat is not None:
+            return StageSpec(f"{self._repeat} again", self._repeat, "repeat")
         spec = self._climb() or self._bisect()
         if spec is None and self.refine_slo:
             spec = self._bisect_slo()
@@ -232,7 +287,7 @@ class LoadLineSearch:
         low, high = self._bracket()
         ramp = [offered for offered in self._ramp if offered not in self.seen]
         if high is not None:
-            return max(0, math.ceil(math.log2(max(1, high - low))))
+            return max(1, math.ceil(math.log2(max(1, high - low))))
         bisections = 1
         if self.limit is not None:
             bisections = math.ceil(math.log2(max(2, over_limit(self.limit) - self.limit)))
@@ -296,6 +351,17 @@ class LoadLineSearch:
             for (before, rate_before), (after, rate_after) in steps
         )
 
+    def _flat_from(self, low: int) -> int | None:
+        """The smallest concurrency at most three quarters of the line with as many tokens/s as the line, or None."""
+        best = self.seen[low].output_tokens_per_second if low in self.seen else None
+        if not best:
+            return None
+        for offered in sorted(o for o in self.seen if o <= 0.75 * low):
+            rate = self.seen[offered].output_tokens_per_second
+            if rate is not None and did_hold(self.seen[offered])[0] and best < rate * (1 + GROWTH_TOLERANCE_RATIO):
+                return offered
+        return None
+
     def result(self) -> LoadLine:
         """What is known now; also meaningful for a search that was cut short."""
         low, high = self._bracket()
@@ -318,6 +384,12 @@ class LoadLineSearch:
                 BoundBy.CLIENT,
                 f"at {invalid[0].offered} offered the load generator itself fell behind",
                 "run the load generator on a machine of its own, or with less load",
+            )
+        if self.blind is not None:
+            return (
+                BoundBy.UNKNOWN,
+                f"at {self.blind.offered} offered: {len(self.blind.running)} samples of running requests, twice",
+                "the server's metrics did not answer under load: look there first (llama.cpp: --threads-http)",
             )
         if not self.seen:
             return BoundBy.UNKNOWN, "no stage was completed", "run again for longer"
@@ -362,7 +434,7 @@ class LoadLineSearch:
         # A queue of less than one request on average is easily missed by sampling; a larger offer shows it.
         queued = any(seen.offered >= failing.offered and _queues(seen) for seen in self.seen.values())
         most = max((max(seen.running, default=0.0) for seen in self.seen.values()), default=0.0)
-        if queued and running >= most:
+        if queued and running >= most and self.slots is None:
             # No stage ever ran more at once, whatever was offered: a limit that nobody told us of, unless memory is it.
             return BoundBy.KV_CACHE if _kv_binds(failing) else BoundBy.BATCH_SLOTS
         if failing.in_transit > max(0.5, IN_TRANSIT_RATIO * failing.offered) or not queued:
@@ -381,8 +453,11 @@ class LoadLineSearch:
             return f"read the server's log at the time of the first failure: {failing.first_error or 'no message'}"
         if bound_by is BoundBy.BATCH_SLOTS:
             room = held.kv_max if held is not None else None
+            flat_from = self._flat_from(low)
             if self.limit is not None and low < self.limit:
                 return f"the server runs {low} at once, not {self.limit}: check what it was started with"
+            if flat_from is not None:
+                return f"tokens/s did not grow from {flat_from} to {low} at once: more would only add latency"
             if room is not None and room < KV_ROOM_RATIO:
                 return f"the KV cache was at most {room:.0%} full: there is room to raise max_batch_size by one step"
             if room is not None and room >= KV_FULL_RATIO:

@@ -8,11 +8,11 @@ from statistics import fmean, median
 from typing import Protocol
 
 from loadgen.load_line import FAILED, StageObservation
-from loadgen.tally import StageTally, TokenBook
+from loadgen.tally import GOOD, StageTally, TokenBook
 from serving.clock import NS
-from serving.records import RequestRecord
+from serving.records import Outcome, RequestRecord
 
-__all__ = ["ErrorClasses", "Gauge", "StageView", "TickLike", "counter_increase", "gauge", "view_stage"]
+__all__ = ["Gauge", "StageView", "TickLike", "WindowLedger", "counter_increase", "gauge", "view_stage"]
 
 
 class TickLike(Protocol):
@@ -60,6 +60,8 @@ class StageView:
     gpu_memory_used_bytes: float | None
     """Largest sum over all GPUs."""
     preemptions: int | None
+    output_tokens_per_second: float | None
+    """Booked by arrival; complete only once every request that was in flight in the window has ended."""
     seconds: float
 
 
@@ -80,23 +82,33 @@ def counter_increase(values: Sequence[float]) -> float | None:
     return total
 
 
-class ErrorClasses:
-    """Counts failed requests of one stage by what their message means to this engine.
+class WindowLedger:
+    """The requests that *ended* in one stage's measured window, whichever stage issued them.
+
+    Whether a stage held is a question about its own time: a request that an earlier stage issued and that breaks under
+    this stage's load speaks about this stage.
 
     Args:
-        classify: from a message to `kv_cache_full`, `out_of_memory` or another class, or None.
+        classify: from an error message to `kv_cache_full`, `out_of_memory` or another class, or None.
     """
 
     def __init__(self, classify: Callable[[str], str | None]) -> None:
         self._classify = classify
-        self.counts: Counter[str] = Counter()
+        self.outcomes: Counter[Outcome] = Counter()
+        self.classes: Counter[str] = Counter()
+        self.first_error: str | None = None
+        self.completion_tokens = 0
 
     def add(self, record: RequestRecord) -> None:
-        """Take in one record."""
+        """Take in one record that ended inside the window."""
+        self.outcomes[record.outcome] += 1
+        if record.outcome in GOOD:
+            self.completion_tokens += record.completion_tokens or 0
         if record.outcome in FAILED and record.error:
+            self.first_error = self.first_error or record.error
             kind = self._classify(record.error)
             if kind is not None:
-                self.counts[kind] += 1
+                self.classes[kind] += 1
 
 
 def view_stage(
@@ -105,10 +117,11 @@ def view_stage(
     window: tuple[int, int],
     tally: StageTally,
     book: TokenBook,
-    errors: ErrorClasses,
+    ended: WindowLedger,
     *,
     client_valid: bool,
     server_died: bool,
+    overfull: bool,
 ) -> StageView:
     """Reduce one stage.
 
@@ -116,11 +129,12 @@ def view_stage(
         offered: requests in flight that the client held.
         ticks: samples of the whole run, in time order.
         window: the measured window, `t_ns` from and to.
-        tally: the stage's requests.
+        tally: the requests that the stage issued.
         book: output tokens by arrival time.
-        errors: the stage's failures by class.
+        ended: the requests that ended in the window.
         client_valid: whether the load generator kept up.
         server_died: whether the server went away in this stage.
+        overfull: whether requests of a larger stage were still in flight when the window began.
     """
     t_from_ns, t_to_ns = window
     inside = [tick for tick in ticks if t_from_ns <= tick.t_ns <= t_to_ns]
@@ -128,14 +142,12 @@ def view_stage(
     def values(signal: str) -> list[float]:
         return [tick.values[signal] for tick in inside if signal in tick.values]
 
-    # Preemptions are counted from the stage's last sample before the window, so that none falls between two windows.
-    preemptions = counter_increase(values("request_preemptions_total"))
+    preemptions = _increase_across(ticks, "request_preemptions_total", t_from_ns, t_to_ns)
     capacity = values("kv_cache_capacity_tokens")
     seconds = max(0.0, (t_to_ns - t_from_ns) / NS)
     running, waiting, kv_cache = (
         values(name) for name in ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
     )
-    rate = book.output_rate(t_from_ns, t_to_ns)
     observation = StageObservation(
         offered=offered,
         seconds=seconds,
@@ -143,15 +155,18 @@ def view_stage(
         waiting=waiting,
         kv_cache_usage_ratio=kv_cache,
         preemptions=None if preemptions is None else round(preemptions),
-        output_tokens_per_second=rate,
-        outcomes=dict(tally.outcomes),
-        kv_full_errors=errors.counts["kv_cache_full"],
-        out_of_memory_errors=errors.counts["out_of_memory"],
-        first_error=tally.first_error,
+        # By the end of requests: in a steady state what began before the window makes up for what ends after it, while
+        # tokens by arrival are known only once their request has ended.
+        output_tokens_per_second=ended.completion_tokens / seconds if seconds else None,
+        outcomes=dict(ended.outcomes),
+        kv_full_errors=ended.classes["kv_cache_full"],
+        out_of_memory_errors=ended.classes["out_of_memory"],
+        first_error=ended.first_error,
         kv_capacity_tokens=capacity[-1] if capacity else None,
         kv_tokens_needed=median(tally.kv_tokens) if tally.kv_tokens else None,
         client_valid=client_valid,
         server_died=server_died,
+        overfull=overfull,
         slo_met=tally.slo_met(),
     )
     gpu_totals = [
@@ -166,5 +181,15 @@ def view_stage(
         gauge(kv_cache),
         max(gpu_totals, default=None),
         observation.preemptions,
+        book.output_rate(t_from_ns, t_to_ns),
         seconds,
     )
+
+
+def _increase_across(ticks: Sequence[TickLike], signal: str, t_from_ns: int, t_to_ns: int) -> float | None:
+    """Growth of a counter from the last sample before a window to the first one after it, so that none is missed."""
+    told = [tick for tick in ticks if signal in tick.values]
+    before = [tick for tick in told if tick.t_ns <= t_from_ns][-1:]
+    inside = [tick for tick in told if t_from_ns < tick.t_ns <= t_to_ns]
+    after = [tick for tick in told if tick.t_ns > t_to_ns][:1]
+    return counter_increase([tick.values[signal] for tick in (*before, *inside, *after)])

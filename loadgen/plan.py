@@ -13,11 +13,10 @@ __all__ = ["PlanName", "StagePacer", "StagePhase", "StagePolicy"]
 
 
 class PlanName(StrEnum):
-    """What a run asks: the load line, or one steady stage at the limit."""
+    """What a run asks: the load line, or also the largest concurrency that meets every SLO."""
 
     LOAD_LINE = "load_line"
     SLO = "slo"
-    STEADY = "steady"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,8 @@ class StagePacer:
         self.t_settled_ns: int | None = None
         self.settled = False
         """False when the window had to begin before the server settled."""
+        self.overfull = False
+        """True when requests of a larger stage were still in flight when the window had to begin."""
         self.phase = StagePhase.SETTLING
         self.in_flight: int | None = None
         self._recent: list[float] = []
@@ -86,15 +87,17 @@ class StagePacer:
 
     def on_in_flight(self, in_flight: int) -> None:
         """The client's requests in flight changed."""
-        if in_flight != self.offered and self.in_flight == self.offered and self.phase is StagePhase.SETTLING:
+        if in_flight != self.offered and self.phase is StagePhase.SETTLING:
             self._recent.clear()
         self.in_flight = in_flight
 
     def on_sample(self, running: float | None, t_ns: int) -> None:
         """A scrape ended; `running` is None when it failed."""
+        if running is None or t_ns < self.t_start_ns:
+            return
         if self.phase is StagePhase.MEASURING:
             self._samples += 1
-        elif self.phase is StagePhase.SETTLING and running is not None and t_ns >= self.t_start_ns:
+        elif self.phase is StagePhase.SETTLING and self.in_flight == self.offered:
             self._recent = [*self._recent[-2:], running]
 
     def on_request(self, t_plan_ns: int) -> None:
@@ -110,6 +113,7 @@ class StagePacer:
             calm = self._calm() and waited >= policy.settle_seconds
             if calm or waited >= policy.max_settle_seconds:
                 self.settled = calm
+                self.overfull = self.in_flight is not None and self.in_flight > self.offered
                 self.t_settled_ns = t_ns
                 self.phase = StagePhase.MEASURING
         elif self.phase is StagePhase.MEASURING and self.t_settled_ns is not None:
@@ -130,6 +134,6 @@ class StagePacer:
 
     def _calm(self) -> bool:
         """Requests in flight are what was offered, and three samples of running agree within one request or 5 %."""
-        if self.in_flight is None or self.in_flight < self.offered or len(self._recent) < 3:
+        if self.in_flight != self.offered or len(self._recent) < 3:
             return False
         return max(self._recent) - min(self._recent) <= max(1.0, 0.05 * self.offered)

@@ -89,6 +89,11 @@ def prefill_speed(record: RequestRecord) -> float | None:
     return (record.prompt_tokens - (record.cached_tokens or 0)) / ttft
 
 
+def _tpot_within(record: RequestRecord, tpot: float | None, limit: float) -> bool:
+    """One token has no TPOT to miss a limit with; a request without usage cannot show that it met one."""
+    return tpot <= limit if tpot is not None else record.completion_tokens is not None
+
+
 class TokenBook:
     """Output tokens of successful requests by arrival time, in bins of 100 ms, for any window afterwards."""
 
@@ -141,11 +146,14 @@ class StageTally:
         self.t_end_ns: int | None = None
         self.ended_in_window = 0
         self.met_slo = 0
+        self.met_ttft = 0
+        self.met_tpot = 0
         self.planned_in_window = 0
         self.first_error: str | None = None
         self.wasted_tokens = 0
         self.send_lag = array("d")
         self.kv_tokens = array("d")
+        self._prompt_tokens = 0
         self._cached_tokens = 0
         self._ttft = array("d")
         self._tpot = array("d")
@@ -167,7 +175,8 @@ class StageTally:
         if record.outcome not in GOOD:
             self.wasted_tokens += record.completion_tokens or record.frames
         if record.prompt_tokens is not None:
-            self.kv_tokens.append(record.prompt_tokens)
+            self.kv_tokens.append(record.prompt_tokens + (record.completion_tokens or 0))
+            self._prompt_tokens += record.prompt_tokens
             self._cached_tokens += record.cached_tokens or 0
         if not self._in_window(record):
             return
@@ -186,46 +195,45 @@ class StageTally:
         if tpot:
             self._decode.append(1 / tpot)
         self._gaps_us.extend(record.frame_gaps_us)
-        self.met_slo += self._meets(ttft, tpot)
+        ttft_met = self.slo.ttft_seconds is None or (ttft is not None and ttft <= self.slo.ttft_seconds)
+        tpot_met = self.slo.tpot_seconds is None or _tpot_within(record, tpot, self.slo.tpot_seconds)
+        self.met_ttft += ttft_met
+        self.met_tpot += tpot_met
+        self.met_slo += ttft_met and tpot_met
 
     def _in_window(self, record: RequestRecord) -> bool:
         if self.t_settled_ns is None or record.t_plan_ns < self.t_settled_ns:
             return False
         return self.t_end_ns is None or record.t_plan_ns < self.t_end_ns
 
-    def _meets(self, ttft: float | None, tpot: float | None) -> bool:
-        ttft_ok = self.slo.ttft_seconds is None or (ttft is not None and ttft <= self.slo.ttft_seconds)
-        tpot_ok = self.slo.tpot_seconds is None or tpot is None or tpot <= self.slo.tpot_seconds
-        return ttft_ok and tpot_ok
-
     def cached_ratio(self) -> float | None:
         """Share of prompt tokens that came from the prefix cache; None without prompts."""
-        total = sum(self.kv_tokens)
-        return self._cached_tokens / total if total else None
+        return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else None
 
     def slo_met(self, *, min_samples: int = 20) -> bool | None:
-        """Whether at least the SLO's share of planned requests met every limit; None with too few, or without limits.
+        """Whether every limit was met by at least the SLO's share of all planned requests.
 
-        A p95 limit is met exactly when 95 % of requests are within it, which needs fewer samples than the figure p95.
+        A p95 limit is met exactly when 95 % of requests are within it, which needs fewer samples than the figure p95;
+        limits count each for itself. None with too few requests, or without limits.
         """
         if self.slo.ttft_seconds is None and self.slo.tpot_seconds is None:
             return None
         if self.planned_in_window < min_samples:
             return None
-        return self.met_slo / self.planned_in_window >= self.slo.percentile
+        return min(self.met_ttft, self.met_tpot) / self.planned_in_window >= self.slo.percentile
 
     def worst_slo(self) -> str | None:
-        """The first limit that is missed, in words, or None."""
-        for name, values, limit in (
-            ("ttft_seconds", self._ttft, self.slo.ttft_seconds),
-            ("tpot_seconds", self._tpot, self.slo.tpot_seconds),
+        """The first limit that is missed, in words, or None. A figure needs enough samples; a share does not."""
+        for name, values, limit, met in (
+            ("ttft_seconds", self._ttft, self.slo.ttft_seconds, self.met_ttft),
+            ("tpot_seconds", self._tpot, self.slo.tpot_seconds, self.met_tpot),
         ):
-            if limit is None or not values:
+            if limit is None or not self.planned_in_window or met / self.planned_in_window >= self.slo.percentile:
                 continue
-            ordered = sorted(values)
-            at = ordered[min(len(ordered) - 1, int(len(ordered) * self.slo.percentile))]
-            if at > limit:
+            at = percentile(sorted(values), self.slo.percentile)
+            if at is not None and at > limit:
                 return f"{name} p{self.slo.percentile * 100:g} {at:.3g} > {limit:g}"
+            return f"{name} > {limit:g} in {1 - met / self.planned_in_window:.0%} of requests"
         return None
 
     def ttft(self) -> Percentiles:

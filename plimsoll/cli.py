@@ -72,9 +72,9 @@ def main(argv: list[str] | None = None) -> int:
         _complain("interrupted before there was anything to keep", schema, INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output went away, as `head` does: that is not an error of ours.
+        # The reader of our output went away, as `head` does. What was to be said is lost, so this is no success.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return INTERNAL_ERROR
     except Exception as error:
         if os.environ.get("PLIMSOLL_DEBUG"):
             raise

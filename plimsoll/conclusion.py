@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from alerts.verdict import Check, Finding, Ruling, Severity, Verdict, compare, judge
-from loadgen.load_line import BoundBy, LoadLine, did_hold
+from loadgen.load_line import BoundBy, LoadLine, did_hold, is_judged
 from loadgen.observation import Gauge
 from loadgen.tally import Percentiles, TokenBook, summarize
 from plimsoll.evidence import Ending, Evidence, StageRun
@@ -19,6 +19,8 @@ INTERRUPTED = 130
 SWAP_GROWTH_LIMIT_BYTES = 16 * 2**20
 """Swap that grows by more than this voids a run: a server that lives on swap has no load line."""
 KV_DRAIN_TOLERANCE_RATIO = 0.01
+SHORT_TOLERANCE_RATIO = 0.1
+"""With more answers than this cut short, the KV cache never held what the workload means."""
 CACHE_HIT_TOLERANCE_RATIO = 0.02
 
 
@@ -35,6 +37,8 @@ def check(evidence: Evidence, line: LoadLine) -> list[Check]:
             checks.append(compare("limit_in_effect", most, "<=", line.configured, "requests at once", samples=samples))
     deaths = 0 if evidence.ending.server_died is None else 1
     checks.append(compare("server_survived", deaths, "==", 0, "deaths", samples=1))
+    memory_errors = sum(stage.ended.classes["out_of_memory"] for stage in evidence.stages)
+    checks.append(compare("memory_suffices", memory_errors, "==", 0, "out-of-memory errors", samples=1))
     if evidence.ending.early:
         return checks
     idle, before = evidence.drain, evidence.idle_kv_ratio()
@@ -78,16 +82,32 @@ def rule(evidence: Evidence, line: LoadLine, checks: list[Check]) -> Verdict:
     if verdict.ruling is Ruling.FAIL:
         failed = [one.name for one in checks if one.outcome is Ruling.FAIL]
         if failed == ["load_line"] and line.bound_by is BoundBy.UNKNOWN:
-            # Less ran at once than was offered, but nothing queued: that shows no limit of the server.
+            # Less ran at once than was offered, or nothing was seen, but nothing queued: that shows no limit.
             return Verdict(Ruling.INCONCLUSIVE, f"{line.evidence}: {line.next_step}")
         return Verdict(Ruling.FAIL, _failure(line, verdict.reason))
+    if verdict.ruling is not Ruling.PASS:
+        return verdict
+    return _allow(evidence, line)
+
+
+def _allow(evidence: Evidence, line: LoadLine) -> Verdict:
+    """A pass must have been shown: every check passed, but did the run see what a pass claims?"""
+    issued = evidence.outcomes.total()
+    short = evidence.outcomes[Outcome.SHORT]
+    if line.bound_by is BoundBy.UNKNOWN:
+        return Verdict(Ruling.INCONCLUSIVE, f"what binds was not seen: {line.evidence}; {line.next_step}")
     if line.measured is None:
         return Verdict(Ruling.FAIL, f"not even one request at a time held: {line.evidence}")
+    if short > SHORT_TOLERANCE_RATIO * issued:
+        return Verdict(
+            Ruling.INCONCLUSIVE,
+            f"{short} of {issued} answers were shorter than asked: the server was not under the load that was meant",
+        )
     if line.configured is None and line.bound_by is BoundBy.NOT_REACHED:
         return Verdict(Ruling.INCONCLUSIVE, f"nothing bound up to {line.measured} requests at once")
-    if verdict.ruling is Ruling.PASS:
-        return Verdict(Ruling.PASS, _success(line))
-    return verdict
+    if line.configured is not None and line.limit_in_effect is None:
+        return Verdict(Ruling.INCONCLUSIVE, f"past the limit of {line.configured} nothing was measured")
+    return Verdict(Ruling.PASS, _success(line))
 
 
 def find(evidence: Evidence, line: LoadLine, t_ns: int) -> list[Finding]:
@@ -150,6 +170,15 @@ def _find_token_faults(evidence: Evidence, add: Any) -> None:
             "client and server count different tokens",
             f"client {client:,}, server {server:,}",
             "another client was using the server, or it miscounts: measure on an idle server",
+        )
+    unfinished = evidence.outcomes[Outcome.UNFINISHED]
+    if unfinished and not evidence.ending.early:
+        add(
+            "requests_unfinished",
+            Severity.WARNING,
+            "requests did not end",
+            f"{unfinished} were still running when the time for them was over, and were cut",
+            "look for stuck requests in the server's log, or give long ones more time (--stage-seconds)",
         )
     short = evidence.outcomes[Outcome.SHORT]
     if short:
@@ -274,7 +303,13 @@ def _failure(line: LoadLine, checks: str) -> str:
 def _success(line: LoadLine) -> str:
     if line.configured is None:
         return f"a load line was found at {line.measured}; nothing was configured to compare it with"
-    return f"all {line.configured} configured requests run at once, and a queue forms above {line.measured}"
+    beyond = {
+        BoundBy.BATCH_SLOTS: "a queue forms",
+        BoundBy.KV_CACHE: "the KV cache is full",
+        BoundBy.TOKEN_BUDGET: "prompts queue for the token budget",
+        BoundBy.ERRORS: "requests are refused or fail",
+    }.get(line.bound_by, "no more do")
+    return f"all {line.configured} configured requests run at once; above {line.measured}, {beyond}"
 
 
 def _slo_line(evidence: Evidence, line: LoadLine, *, exact: bool) -> dict[str, Any] | None:
@@ -316,7 +351,7 @@ def _stage(stage: StageRun, book: TokenBook) -> dict[str, Any]:
         "name": stage.spec.name,
         "purpose": stage.spec.purpose,
         "offered": stage.spec.offered,
-        "held": did_hold(seen)[0],
+        "held": did_hold(seen)[0] if stage.complete and is_judged(seen) else None,
         "settled": stage.settled,
         "complete": stage.complete,
         "seconds": round(view.seconds, 3),
@@ -332,7 +367,7 @@ def _stage(stage: StageRun, book: TokenBook) -> dict[str, Any]:
         "e2e_seconds": _percentiles(tally.e2e()),
         "prefill_tokens_per_second": _round(tally.prefill().p50),
         "decode_tokens_per_second": _round(tally.decode().p50),
-        "output_tokens_per_second": _round(seen.output_tokens_per_second),
+        "output_tokens_per_second": _round(view.output_tokens_per_second),
         "prompt_tokens_per_second": _round(book.prompt_rate(*stage.window)),
         "requests_per_second": _round(tally.request_rate(view.seconds)),
         "goodput_per_second": _round(tally.goodput_rate(view.seconds)),

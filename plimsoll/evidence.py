@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from loadgen.driver_link import ClientHealth
 from loadgen.load_line import StageSpec
-from loadgen.observation import ErrorClasses, StageView, counter_increase, view_stage
+from loadgen.observation import StageView, WindowLedger, counter_increase, view_stage
 from loadgen.prompts import Calibration
 from loadgen.tally import GOOD, StageTally, TokenBook
 from loadgen.workloads import Workload
@@ -24,6 +24,7 @@ SEND_LAG_SHARE = 0.05
 SEND_LAG_ALLOWANCE = 3
 """So many late requests are an incident, however few there were in all; beyond that it is one in a hundred."""
 CPU_LIMIT_RATIO = 0.9
+SILENCE_LIMIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +51,24 @@ class StageRun:
     counted: bool
     t_start_ns: int
     tally: StageTally
-    errors: ErrorClasses
+    ended: WindowLedger
     t_settled_ns: int | None = None
     t_end_ns: int | None = None
     settled: bool = False
     complete: bool = False
+    overfull: bool = False
+    client_problem: str | None = None
+    """Why the load generator could not be trusted in this stage."""
     view: StageView | None = None
 
     @property
     def window(self) -> tuple[int, int]:
         """The measured window."""
         return self.t_settled_ns or self.t_start_ns, self.t_end_ns or self.t_start_ns
+
+    def holds(self, t_ns: int) -> bool:
+        """Whether a moment lies in the measured window, which may still be open."""
+        return self.t_settled_ns is not None and self.t_settled_ns <= t_ns and (self.t_end_ns or t_ns) >= t_ns
 
 
 @dataclass(slots=True)
@@ -137,12 +145,15 @@ class Evidence:
             self.wasted_tokens += record.completion_tokens or record.frames
         if record.outcome is Outcome.CLIENT_ERROR and self.client_error is None:
             self.client_error = record.error
-        stage = next((stage for stage in reversed(self.stages) if stage.spec.name == record.stage), None)
-        if stage is None:
+        for stage in reversed(self.stages):
+            if stage.holds(record.t_end_ns):
+                stage.ended.add(record)
+                break
+        stage_of_issue = next((stage for stage in reversed(self.stages) if stage.spec.name == record.stage), None)
+        if stage_of_issue is None:
             return
-        stage.tally.add(record)
-        stage.errors.add(record)
-        if stage.counted:
+        stage_of_issue.tally.add(record)
+        if stage_of_issue.counted:
             if record.t_send_ns is not None:
                 self.send_lag.append((record.t_send_ns - record.t_plan_ns) / NS)
             if record.arrival_lag_us is not None:
@@ -151,29 +162,45 @@ class Evidence:
 
     def see(self, stage: StageRun) -> StageView:
         """Reduce one stage to what the search needs, and keep it."""
+        stage.client_problem = stage.client_problem or self._client_problem_in(stage)
         stage.view = view_stage(
             stage.spec.offered,
             self.ticks,
             stage.window,
             stage.tally,
             self.book,
-            stage.errors,
-            client_valid=self.client_problem() is None,
+            stage.ended,
+            client_valid=stage.client_problem is None,
             server_died=self.ending.server_died is not None and stage is self.stages[-1],
+            overfull=stage.overfull,
         )
         return stage.view
 
     def client_problem(self) -> str | None:
-        """Why the load generator's figures cannot be trusted, or None."""
+        """Why the load generator's figures cannot be trusted, or None. What was wrong in one stage stays wrong."""
         if self.outcomes[Outcome.CLIENT_ERROR]:
             return f"{self.outcomes[Outcome.CLIENT_ERROR]} requests could not be sent: {self.client_error}"
+        for stage in self.stages:
+            if stage.counted and stage.client_problem is not None:
+                return f"at {stage.spec.offered} offered, {stage.client_problem}"
+        return None
+
+    def _client_problem_in(self, stage: StageRun) -> str | None:
         limit = max(0.001, SEND_LAG_SHARE * (self.prepared.workload.slo.ttft_seconds or 1.0))
-        late = sum(lag > limit for lag in self.send_lag)
-        if late > max(SEND_LAG_ALLOWANCE, 0.01 * len(self.send_lag)):
-            return f"{late} of {len(self.send_lag)} requests left more than {limit * 1000:.0f} ms late"
-        busy = self.client_cpu_ratio()
-        if busy is not None and busy > CPU_LIMIT_RATIO:
-            return f"the load generator used {busy:.0%} of its core"
+        lags = stage.tally.send_lag
+        late = sum(lag > limit for lag in lags)
+        if late > max(SEND_LAG_ALLOWANCE, 0.01 * len(lags)):
+            return f"{late} of {len(lags)} requests left more than {limit * 1000:.0f} ms late"
+        t_from_ns, t_to_ns = stage.window
+        heard = [health for health in self.health if t_from_ns <= health.t_ns <= t_to_ns]
+        if not heard and (t_to_ns - t_from_ns) / NS > SILENCE_LIMIT_SECONDS:
+            return "the load generator's process did not report"
+        busy = sorted(health.cpu_ratio for health in heard)
+        if len(busy) >= 3 and busy[len(busy) // 2] > CPU_LIMIT_RATIO:
+            return f"the load generator used {busy[len(busy) // 2]:.0%} of its core"
+        delays = sorted(health.loop_lag_p99_seconds for health in heard)
+        if len(delays) >= 3 and delays[len(delays) // 2] > limit:
+            return f"the load generator's own loop was {delays[len(delays) // 2] * 1000:.0f} ms late"
         return None
 
     def other_traffic(self) -> str | None:
@@ -209,11 +236,17 @@ class Evidence:
         return min(values, default=None)
 
     def swap_growth_bytes(self) -> float | None:
-        """How far swap rose above its first reading: the server's where its process is known, else the host's."""
-
-        def used(tick: Tick) -> float | None:
-            swaps = [p["process_swap_bytes"] for p in tick.processes.values() if "process_swap_bytes" in p]
-            return sum(swaps) if swaps else tick.values.get("host_swap_used_bytes")
-
-        values = [value for value in map(used, self.ticks) if value is not None]
+        """How far swap rose above its first reading: the server's where its processes are known, else the host's."""
+        of_server = [
+            (frozenset(tick.processes), sum(p.get("process_swap_bytes", 0.0) for p in tick.processes.values()))
+            for tick in self.ticks
+            if any("process_swap_bytes" in p for p in tick.processes.values())
+        ]
+        if 2 * len(of_server) >= len(self.ticks) and of_server:
+            # Only ticks that saw the same processes compare: one that appears brings swap of its own.
+            usual = Counter(roles for roles, _ in of_server).most_common(1)[0][0]
+            values = [swap for roles, swap in of_server if roles == usual]
+        else:
+            name = "host_swap_used_bytes"
+            values = [tick.values[name] for tick in self.ticks if name in tick.values]
         return max(values) - values[0] if values else None

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -25,7 +26,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from loadgen.driver_link import DriverConfig, DriverLink
 from loadgen.load_line import LoadLineSearch, StageSpec, did_hold
-from loadgen.observation import ErrorClasses
+from loadgen.observation import WindowLedger
 from loadgen.plan import PlanName, StagePacer, StagePhase, StagePolicy
 from loadgen.prompts import calibrate
 from loadgen.tally import StageTally
@@ -55,10 +56,11 @@ EXAMPLES = """examples:
 An API key is read from PLIMSOLL_API_KEY and kept out of every file. Ctrl-C ends the run early with a partial result."""
 
 MAX_BATCH = 4096
+DRIVER_LIMIT_SECONDS = 20.0
 REFUSED_TICKS = 3
 """Scrapes refused in a row after which the server is taken to be dead."""
-SILENT_SECONDS = 30.0
-"""Neither a scrape nor a request succeeded for this long: the same."""
+SILENT_SECONDS = 60.0
+"""Neither a scrape nor a request succeeded for this long, and for three times the longest request: the same."""
 IDLE_HEAD_TICKS = 2
 DRAIN_LIMIT_SECONDS = 60.0
 IDLE_TAIL_SECONDS = 3.0
@@ -110,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pace.add_argument("--duration", type=_seconds, metavar="D", help="about how long all stages may take: 90, 10m, 1h")
     parser.add_argument("--prompt-tokens", type=_count, metavar="N", help="mean prompt length, not the workload's")
     parser.add_argument("--output-tokens", type=_count, metavar="N", help="mean output length, not the workload's")
-    parser.add_argument("--ceiling", type=_count, default=256, metavar="N", help="where an unlimited search gives up")
+    parser.add_argument("--ceiling", type=_limit, default=256, metavar="N", help="where an unlimited search gives up")
     parser.add_argument("--seed", type=int, default=1, help="seed of prompts and lengths (default: 1)")
     parser.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="sampling interval (default: 1 s)")
     parser.add_argument("--gpu", default="auto", metavar="G", help="auto, none, or the URL of a DCGM exporter")
@@ -149,10 +151,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def finish(result: dict[str, Any], *, as_json: bool) -> int:
     """Print a finished run, for a program or for people, and return its exit code."""
-    if as_json:
-        print(json.dumps(result, allow_nan=False))
-    else:
-        render_stress(result, Console())
+    try:
+        if as_json:
+            print(json.dumps(result, allow_nan=False), flush=True)
+        else:
+            render_stress(result, Console())
+    except BrokenPipeError:
+        # The reader went away, as `head` does; what the run found out still counts.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     code: int = result["exit_code"]
     return code
 
@@ -374,34 +380,42 @@ class _StressRun:
                 total = done + search.stages_left()
                 stage = await self._run_stage(spec, self.policy, self._show(progress, bar, spec, done, total))
                 done += 1
+                view = self.evidence.see(stage)
                 if stage.complete or self.evidence.ending.server_died:
-                    search.record(self.evidence.see(stage).observation)
+                    search.record(view.observation)
                     self._report_stage(stage)
 
     async def _run_stage(
         self, spec: StageSpec, policy: StagePolicy, on_progress: Callable[[StagePacer], None]
     ) -> StageRun:
         prepared, ending = self.evidence.prepared, self.evidence.ending
+        # After a step down, the requests of the larger stage have to end first, however long they take.
+        longest = 5.0 + 1.2 * self.evidence.e2e_max_seconds
+        policy = replace(policy, max_settle_seconds=max(policy.max_settle_seconds, longest))
         pacer = StagePacer(spec.offered, policy, self.clock.now_ns())
         stage = StageRun(
             spec,
             spec.name != WARMUP,
             pacer.t_start_ns,
             StageTally(prepared.workload.slo),
-            ErrorClasses(ENGINES[prepared.facts.engine].complaint),
+            WindowLedger(ENGINES[prepared.facts.engine].complaint),
         )
         self.evidence.stages.append(stage)
         self.history.append_stage(Stage(spec.name, spec.offered, stage.t_start_ns, None, None, counted=False))
         self.pacer = pacer
-        await self.link.stage(spec.name, spec.offered)
+        try:
+            async with asyncio.timeout(DRIVER_LIMIT_SECONDS):
+                await self.link.stage(spec.name, spec.offered)
+        except TimeoutError:
+            ending.driver_died = f"the load generator's process did not react for {DRIVER_LIMIT_SECONDS:.0f} s"
         while pacer.advance(self.clock.now_ns()) is not StagePhase.DONE and not ending.early:
             stage.t_settled_ns = stage.tally.t_settled_ns = pacer.t_settled_ns
             on_progress(pacer)
             await self.clock.sleep(0.1)
-            self._look_for_death()
         stage.t_settled_ns = stage.tally.t_settled_ns = pacer.t_settled_ns
         stage.t_end_ns = stage.tally.t_end_ns = self.clock.now_ns()
-        stage.settled, stage.complete = pacer.settled, pacer.phase is StagePhase.DONE
+        stage.settled, stage.overfull = pacer.settled, pacer.overfull
+        stage.complete = pacer.phase is StagePhase.DONE
         counted = stage.counted and stage.complete
         self.history.append_stage(
             Stage(spec.name, spec.offered, stage.t_start_ns, stage.t_settled_ns, stage.t_end_ns, counted)
@@ -416,7 +430,7 @@ class _StressRun:
         silent = (now_ns - max(evidence.t_last_good_ns, evidence.t_traffic_ns)) / NS
         if evidence.refused_ticks >= REFUSED_TICKS:
             evidence.ending.server_died = "it refuses connections"
-        elif silent >= SILENT_SECONDS:
+        elif silent >= max(SILENT_SECONDS, 3 * evidence.e2e_max_seconds):
             failure = evidence.ticks[-1].failure
             evidence.ending.server_died = f"no scrape and no request succeeded for {silent:.0f} s ({failure})"
         else:
@@ -530,6 +544,7 @@ class _StressRun:
         )
         if self.pacer is not None:
             self.pacer.on_sample(tick.values.get("requests_running"), tick.t_ns)
+            self._look_for_death()
         if self.history.error is not None:
             self.evidence.ending.record_error = str(self.history.error)
 
@@ -564,12 +579,11 @@ class _StressRun:
         # client kept up and the server lived was for its own time to say.
         for stage in evidence.stages:
             if stage.counted and stage.view is not None:
-                then = stage.view.observation
-                seen = replace(
-                    evidence.see(stage).observation, client_valid=then.client_valid, server_died=then.server_died
-                )
-                stage.view = replace(stage.view, observation=seen)
-                search.record(seen)
+                died = stage.view.observation.server_died
+                view = evidence.see(stage)
+                stage.view = replace(view, observation=replace(view.observation, server_died=died))
+                if stage.complete or died:
+                    search.amend(stage.view.observation)
         now_ns = self.clock.now_ns()
         if evidence.ending.interrupted:
             self.history.append_event(Event(now_ns, "interrupted", "by the user"))
@@ -596,7 +610,8 @@ class _StressRun:
     # ---- for people
 
     def _say(self, text: str) -> None:
-        self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+        with contextlib.suppress(OSError):  # nobody reads it any more, but the run goes on
+            self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def _show(
         self, progress: Progress, bar: TaskID, spec: StageSpec, done: int, total: int
@@ -669,6 +684,13 @@ def _count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if not 1 <= value <= 10_000_000:
         raise argparse.ArgumentTypeError(f"{value} is not above 0" if value < 1 else f"{value} is absurd")
+    return value
+
+
+def _limit(text: str) -> int:
+    value = _count(text)
+    if value > MAX_BATCH:
+        raise argparse.ArgumentTypeError(f"{value} is above {MAX_BATCH}")
     return value
 
 

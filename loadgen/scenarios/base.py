@@ -119,7 +119,7 @@ class LoadUser(User):
         """Seconds to wait after that record: a server that fails at once must not be asked at once again."""
         asked = self.connection.retry_after_seconds
         if record.outcome is Outcome.HTTP_ERROR and asked is not None:
-            return min(asked, _LONGEST_RETRY_AFTER_SECONDS)
+            return min(max(asked, _FIRST_BACKOFF_SECONDS), _LONGEST_RETRY_AFTER_SECONDS)
         brief = (record.t_end_ns - record.t_plan_ns) / 1e9 < _FIRST_BACKOFF_SECONDS
         if record.outcome in _REFUSED or (record.outcome in _BROKEN_OFF and brief):
             doubled = max(_FIRST_BACKOFF_SECONDS, 2 * self._backoff_seconds)

@@ -22,7 +22,7 @@ from locust.runners import MasterRunner, WorkerRunner
 
 from loadgen.client import Connection, Endpoint
 from loadgen.load_line import LoadLineSearch, StageSpec, did_hold
-from loadgen.observation import ErrorClasses, view_stage
+from loadgen.observation import WindowLedger, view_stage
 from loadgen.plan import StagePacer, StagePhase, StagePolicy
 from loadgen.prompts import calibrate
 from loadgen.scenarios.base import LoadUser, Traffic
@@ -77,7 +77,7 @@ class _Stage:
     spec: StageSpec
     pacer: StagePacer
     tally: StageTally
-    errors: ErrorClasses
+    ended: WindowLedger
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +121,15 @@ class Climb:
     def add(self, record: RequestRecord) -> None:
         """Take in a request that ended."""
         self._book.add(record)
+        if not self._stages:
+            return
+        running = self._stages[-1]
+        running.pacer.on_request(record.t_plan_ns)
+        if running.pacer.t_settled_ns is not None and record.t_end_ns >= running.pacer.t_settled_ns:
+            running.ended.add(record)
         stage = next((one for one in reversed(self._stages) if one.spec.name == record.stage), None)
         if stage is not None:
             stage.tally.add(record)
-            stage.errors.add(record)
-            stage.pacer.on_request(record.t_plan_ns)
 
     def offered(self) -> int | None:
         """Users wanted now, or None when the line is known."""
@@ -154,7 +158,7 @@ class Climb:
     def _begin(self, spec: StageSpec, policy: StagePolicy, now_ns: int) -> int:
         pacer = StagePacer(spec.offered, policy, now_ns)
         tally = StageTally(self._traffic.maker.workload.slo)
-        self._stages.append(_Stage(spec, pacer, tally, ErrorClasses(self._engine.complaint)))
+        self._stages.append(_Stage(spec, pacer, tally, WindowLedger(self._engine.complaint)))
         self._traffic.stage = spec.name
         return spec.offered
 
@@ -165,9 +169,10 @@ class Climb:
             (stage.pacer.t_settled_ns or stage.pacer.t_start_ns, now_ns),
             stage.tally,
             self._book,
-            stage.errors,
+            stage.ended,
             client_valid=True,
             server_died=not any(tick.t_ns >= stage.pacer.t_start_ns for tick in self._ticks),
+            overfull=stage.pacer.overfull,
         )
         held, why = did_hold(view.observation)
         _log.info("%d offered: %s (%s)", stage.spec.offered, "held" if held else "did not hold", why)

@@ -1,10 +1,12 @@
 """The search finds the truth of modelled servers exactly, names what binds, and never asks for nonsense."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.load_line import BoundBy, LoadLineSearch, StageObservation, did_hold, over_limit
+from loadgen.load_line import BoundBy, LoadLineSearch, StageObservation, did_hold, is_judged, over_limit
 from serving.records import Outcome
 
 
@@ -25,9 +27,11 @@ def observe(offered, *, runs, kv_each=0.0, preempts=False, waiting=None, tokens=
 
 
 def run(search, server):
-    tried = []
+    tried, names = [], set()
     while (spec := search.next_stage()) is not None:
-        assert spec.offered not in tried, "a stage is asked for once"
+        assert spec.name not in names, "names are unique"
+        assert (spec.offered in tried) is (spec.purpose == "repeat"), "a stage is asked for again only to repeat it"
+        names.add(spec.name)
         tried.append(spec.offered)
         assert len(tried) < 40
         search.record(server(spec.offered))
@@ -97,6 +101,100 @@ def test_a_front_end_that_is_busy_streaming_is_not_taken_for_a_token_budget():
     _, line = run(LoadLineSearch(8), server)
     assert (line.measured, line.bound_by) == (1, BoundBy.UNKNOWN)
     assert "front end" in line.next_step
+
+
+def test_a_stage_that_fails_without_a_queue_is_repeated_once_and_the_repetition_counts():
+    dips = {4}
+
+    def server(n):
+        if n in dips:
+            dips.discard(n)
+            return observe(n, runs=2, waiting=0.0)
+        return observe(n, runs=8)
+
+    tried, line = run(LoadLineSearch(8), server)
+    assert tried == [2, 4, 4, 6, 8, 10, 9]
+    assert (line.measured, line.bound_by, line.notes) == (8, BoundBy.BATCH_SLOTS, ())
+
+
+def test_a_stage_with_too_few_samples_is_repeated_and_then_ends_the_search_undecided():
+    def server(n):
+        seen = observe(n, runs=8)
+        return seen if n <= 8 else dataclasses.replace(seen, running=(8,), waiting=(2,))
+
+    tried, line = run(LoadLineSearch(8), server)
+    assert tried == [2, 4, 6, 8, 10, 10]
+    assert (line.measured, line.bound_by, line.limit_in_effect) == (8, BoundBy.UNKNOWN, None)
+    assert "metrics did not answer" in line.next_step
+
+
+def test_a_stage_that_began_with_too_many_in_flight_shows_nothing():
+    seen = dataclasses.replace(observe(4, runs=2), overfull=True)
+    assert not is_judged(seen)
+    search = LoadLineSearch(8)
+    search.record(seen)
+    assert search.next_stage().name == "4 again"
+
+
+def test_a_later_fuller_look_replaces_what_a_stage_showed_but_asks_for_no_more():
+    search = LoadLineSearch(8)
+    _, line = run(search, lambda n: observe(n, runs=8))
+    search.amend(observe(8, runs=8, tokens=123.0))
+    search.amend(observe(77, runs=8))
+    assert search.next_stage() is None
+    assert search.result() == line
+    assert 77 not in search.seen
+
+
+def test_known_slots_are_not_blamed_when_fewer_ran():
+    prefill = run(LoadLineSearch(48, slots=48), lambda n: observe(n, runs=12, kv_each=0.01))[1]
+    memory = run(LoadLineSearch(48, slots=48), lambda n: observe(n, runs=12, kv_each=0.08))[1]
+    assert (prefill.measured, prefill.bound_by) == (12, BoundBy.TOKEN_BUDGET)
+    assert (memory.measured, memory.bound_by) == (12, BoundBy.KV_CACHE)
+
+
+def test_what_is_free_must_hold_one_more_request_or_the_kv_cache_binds():
+    room = {"kv_capacity_tokens": 1000.0, "kv_each": 0.06}
+    tight = run(LoadLineSearch(48, slots=48), lambda n: observe(n, runs=12, kv_tokens_needed=400.0, **room))[1]
+    loose = run(LoadLineSearch(48, slots=48), lambda n: observe(n, runs=12, kv_tokens_needed=200.0, **room))[1]
+    assert (tight.bound_by, loose.bound_by) == (BoundBy.KV_CACHE, BoundBy.TOKEN_BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("kv_each", "tokens", "advice"),
+    [
+        (0.05, lambda n: 100.0 * n, "room to raise"),
+        (0.12, lambda n: 100.0 * n, "nearly full"),
+        (0.1, lambda n: 100.0 * n, "keep it"),
+        (0.05, lambda n: 400.0 if n >= 4 else 100.0 * n, "did not grow from 4 to 8"),
+    ],
+)
+def test_the_advice_at_full_slots_says_what_one_step_more_would_meet(kv_each, tokens, advice):
+    _, line = run(LoadLineSearch(8), lambda n: observe(n, runs=8, kv_each=kv_each, tokens=tokens(n)))
+    assert advice in line.next_step
+
+
+@pytest.mark.parametrize("outcome", [Outcome.STREAM_ERROR, Outcome.HTTP_ERROR, Outcome.TRUNCATED, Outcome.TIMEOUT])
+def test_failures_of_every_kind_that_the_server_answers_for_are_failures(outcome):
+    seen = StageObservation(8, 30.0, [8] * 9, [0] * 9, outcomes={Outcome.OK: 50, outcome: 2}, first_error="boom")
+    assert did_hold(seen) == (False, "2 requests failed")
+
+
+@pytest.mark.parametrize("outcome", [Outcome.UNFINISHED, Outcome.CANCELLED, Outcome.CLIENT_ERROR])
+def test_what_we_ended_ourselves_is_no_failure_of_the_server(outcome):
+    seen = StageObservation(8, 30.0, [8] * 9, [0] * 9, outcomes={Outcome.OK: 50, outcome: 9})
+    assert did_hold(seen)[0]
+
+
+def test_one_request_that_met_a_full_kv_cache_or_memory_is_one_too_many():
+    many = {Outcome.OK: 1000, Outcome.STREAM_ERROR: 1}
+    assert not did_hold(StageObservation(8, 30.0, [8] * 9, [0] * 9, outcomes=many, kv_full_errors=1))[0]
+    assert not did_hold(StageObservation(8, 30.0, [8] * 9, [0] * 9, outcomes=many, out_of_memory_errors=1))[0]
+
+
+def test_a_client_that_falls_behind_ends_the_search_at_once():
+    tried, _ = run(LoadLineSearch(8), lambda n: observe(n, runs=8, client_valid=n < 4))
+    assert tried == [2, 4]
 
 
 def test_requests_that_neither_run_nor_wait_point_at_the_front_end():

@@ -33,7 +33,25 @@ def test_a_calm_stage_is_measured_from_its_third_sample_for_the_least_time():
 def test_a_stage_is_not_measured_while_requests_in_flight_are_short_of_the_offer():
     pacer = StagePacer(4, POLICY, 0)
     drive(pacer, running=lambda _: 4, until=15, in_flight=lambda second: 3 if second < 10 else 4)
-    assert pacer.t_settled_ns == 10 * NS
+    assert pacer.t_settled_ns == 12 * NS
+
+
+def test_a_stage_is_not_measured_while_requests_of_a_larger_one_are_in_flight():
+    pacer = StagePacer(4, POLICY, 0)
+    drive(pacer, running=lambda _: 4, until=15, in_flight=lambda second: 9 if second < 6 else 4)
+    assert (pacer.t_settled_ns, pacer.overfull) == (8 * NS, False)
+
+
+def test_a_stage_that_has_to_begin_with_too_many_in_flight_says_so():
+    pacer = StagePacer(4, POLICY, 0)
+    drive(pacer, running=lambda _: 4, until=25, in_flight=9)
+    assert (pacer.settled, pacer.overfull) == (False, True)
+
+
+def test_failed_scrapes_are_no_samples_of_the_window():
+    pacer = StagePacer(4, POLICY, 0)
+    drive(pacer, running=lambda second: 4 if second < 3 else None, until=30)
+    assert pacer.phase is StagePhase.MEASURING
 
 
 def test_a_stage_that_never_settles_is_measured_after_the_limit_and_says_so():

@@ -117,7 +117,24 @@ def test_a_failed_request_misses_the_slo():
 
 def test_the_missed_limit_is_named_with_its_figure():
     slo = SloLimits(ttft_seconds=0.1)
-    assert tally(*[record()] * 50, slo=slo).worst_slo() == "ttft_seconds p95 0.2 > 0.1"
+    assert tally(*[record()] * 200, slo=slo).worst_slo() == "ttft_seconds p95 0.2 > 0.1"
+    assert tally(*[record()] * 50, slo=slo).worst_slo() == "ttft_seconds > 0.1 in 100% of requests"
+    assert tally(*[record()] * 50, slo=SloLimits(ttft_seconds=0.3)).worst_slo() is None
+
+
+def test_limits_count_each_for_itself():
+    """Four in a hundred miss one limit, four others miss the other: both 95th percentiles are within."""
+    slo = SloLimits(ttft_seconds=0.3, tpot_seconds=0.06)
+    slow_start, slow_decode = record(t_first_ns=10 * NS + 400 * MS), record(t_last_ns=10 * NS + 900 * MS)
+    stage = tally(*[record()] * 92, *[slow_start] * 4, *[slow_decode] * 4, slo=slo)
+    assert stage.slo_met() is True
+    assert stage.goodput_rate(1.0) == 92
+
+
+def test_without_usage_a_tpot_limit_cannot_be_shown_to_be_met():
+    slo = SloLimits(tpot_seconds=0.06)
+    assert tally(*[record(completion_tokens=None)] * 50, slo=slo).slo_met() is False
+    assert tally(*[record(completion_tokens=1)] * 50, slo=slo).slo_met() is True
 
 
 def test_tokens_are_booked_when_their_frames_arrive():

@@ -8,7 +8,7 @@ import pytest
 from alerts.verdict import Ruling
 from loadgen.driver_link import ClientHealth
 from loadgen.load_line import BoundBy, LoadLineSearch, StageSpec
-from loadgen.observation import ErrorClasses
+from loadgen.observation import WindowLedger
 from loadgen.prompts import Calibration
 from loadgen.tally import StageTally
 from loadgen.workloads import find_workload
@@ -83,7 +83,9 @@ def record(index, stage, t_ns, *, outcome=Outcome.OK, error=None, tokens=10):
     )
 
 
-def modelled_run(*, runs=8, limit=8, kv_each=0.05, failing=None, swap_per_second=0.0, changes=None):
+def modelled_run(
+    *, runs=8, limit=8, kv_each=0.05, failing=None, swap_per_second=0.0, changes=None, cpu=lambda _: 0.2, lag=0.001
+):
     """A run against a server that runs `runs` requests at once; returns the evidence and the line."""
     evidence = Evidence(prepared(limit=limit, **(changes or {})), seed=1)
     search = LoadLineSearch(limit)
@@ -97,7 +99,7 @@ def modelled_run(*, runs=8, limit=8, kv_each=0.05, failing=None, swap_per_second
             True,
             T0 + second * NS,
             StageTally(evidence.prepared.workload.slo),
-            ErrorClasses(ENGINES["vllm"].complaint),
+            WindowLedger(ENGINES["vllm"].complaint),
         )
         evidence.stages.append(stage)
         stage.t_settled_ns = stage.tally.t_settled_ns = T0 + second * NS
@@ -127,11 +129,11 @@ def modelled_run(*, runs=8, limit=8, kv_each=0.05, failing=None, swap_per_second
                     swap=swap_per_second * second,
                 )
             )
+            evidence.health.append(ClientHealth(T0 + second * NS, 1.0, cpu(spec.offered), lag, 2 * lag, 0.0, 0.0))
             second += 1
         search.record(evidence.see(stage).observation)
     evidence.add_tick(tick(second, tokens=tokens))
     evidence.drain = Drain(0.0, 0.0, 0.0, 1.0)
-    evidence.health = [ClientHealth(T0, 1.0, 0.2, 0.001, 0.002, 0.0, 0.0)] * 5
     return evidence, search.result()
 
 
@@ -143,7 +145,7 @@ def test_a_server_that_runs_its_limit_and_queues_above_it_passes():
     evidence, line = modelled_run()
     verdict = ruled(evidence, line)
     assert (verdict.ruling, line.measured, line.bound_by) == (Ruling.PASS, 8, BoundBy.BATCH_SLOTS)
-    assert "a queue forms above 8" in verdict.reason
+    assert verdict.reason == "all 8 configured requests run at once; above 8, a queue forms"
     assert find(evidence, line, T0) == []
 
 
@@ -175,17 +177,96 @@ def test_swap_that_grows_voids_even_a_failure():
 
 
 def test_a_slow_client_voids():
-    evidence, line = modelled_run()
-    evidence.health = [ClientHealth(T0, 1.0, 0.97, 0.1, 0.2, 0.0, 0.0)] * 5
-    assert ruled(evidence, line).ruling is Ruling.INCONCLUSIVE
+    evidence, line = modelled_run(cpu=lambda offered: 0.97 if offered >= 8 else 0.2)
+    verdict = ruled(evidence, line)
+    assert (verdict.ruling, line.bound_by) == (Ruling.INCONCLUSIVE, BoundBy.CLIENT)
+    assert "at 8 offered, the load generator used 97% of its core" in verdict.reason
     assert document(evidence, line, run="r.db", t_ns=T0, slo_exact=False)["client"]["valid"] is False
 
 
-@pytest.mark.parametrize(("late", "ruling"), [(3, Ruling.PASS), (4, Ruling.INCONCLUSIVE)])
-def test_a_few_late_requests_are_an_incident_and_more_void(late, ruling):
+@pytest.mark.parametrize(("late", "problem"), [(3, False), (4, True)])
+def test_a_few_late_requests_are_an_incident_and_more_void(late, problem):
+    evidence, _ = modelled_run()
+    evidence.stages[3].tally.send_lag.extend([1.0] * late)
+    evidence.see(evidence.stages[3])
+    assert (evidence.client_problem() is not None) is problem
+
+
+def test_a_client_whose_own_loop_is_late_or_that_is_silent_voids():
+    assert "own loop was 500 ms late" in ruled(*modelled_run(lag=0.5)).reason
+    evidence, _ = modelled_run()
+    evidence.health.clear()
+    evidence.see(evidence.stages[0])
+    assert "did not report" in evidence.client_problem()
+
+
+def test_out_of_memory_beyond_the_limit_fails_all_the_same():
+    evidence, line = modelled_run(failing=lambda offered, index: "CUDA out of memory" if offered > 8 else None)
+    verdict = ruled(evidence, line)
+    assert (verdict.ruling, line.measured, line.bound_by) == (Ruling.FAIL, 8, BoundBy.GPU_MEMORY)
+    assert "memory_suffices" in verdict.reason
+
+
+def test_errors_beyond_the_limit_pass_and_are_not_called_a_queue():
+    evidence, line = modelled_run(failing=lambda offered, index: "503 queue full" if offered > 8 else None)
+    verdict = ruled(evidence, line)
+    assert (verdict.ruling, line.bound_by) == (Ruling.PASS, BoundBy.ERRORS)
+    assert "requests are refused or fail" in verdict.reason
+
+
+@pytest.mark.parametrize("limit", [8, None])
+def test_a_limit_that_was_not_seen_to_bind_is_no_pass(limit):
+    evidence, line = modelled_run(limit=limit)
+    unseen = dataclasses.replace(line, bound_by=BoundBy.UNKNOWN)
+    assert ruled(evidence, unseen).ruling is Ruling.INCONCLUSIVE
+
+
+def test_a_limit_past_which_nothing_was_measured_is_no_pass():
     evidence, line = modelled_run()
-    evidence.send_lag.extend([1.0] * late)
-    assert ruled(evidence, line).ruling is ruling
+    assert ruled(evidence, dataclasses.replace(line, limit_in_effect=None)).ruling is Ruling.INCONCLUSIVE
+
+
+def test_a_run_of_short_answers_is_no_pass():
+    evidence, line = modelled_run()
+    evidence.outcomes[Outcome.SHORT] = evidence.outcomes[Outcome.OK]
+    assert "shorter than asked" in ruled(evidence, line).reason
+
+
+def test_nothing_that_binds_up_to_the_ceiling_is_no_pass():
+    evidence, line = modelled_run(limit=None)
+    open_end = dataclasses.replace(line, bound_by=BoundBy.NOT_REACHED)
+    assert ruled(evidence, open_end).ruling is Ruling.INCONCLUSIVE
+
+
+def test_not_even_one_request_is_a_failure():
+    evidence, line = modelled_run(limit=None)
+    assert ruled(evidence, dataclasses.replace(line, measured=None)).ruling is Ruling.FAIL
+
+
+def test_a_request_that_breaks_under_a_later_stage_speaks_about_that_stage():
+    evidence, _ = modelled_run()
+    eight, ten = evidence.stages[3], evidence.stages[4]
+    late = record(9000, "8", ten.t_settled_ns - 500 * MS, outcome=Outcome.STREAM_ERROR, error="CUDA out of memory")
+    evidence.add_record(late)
+    assert ten.ended.classes["out_of_memory"] == 1
+    assert eight.ended.classes["out_of_memory"] == 0
+    assert eight.tally.outcomes[Outcome.STREAM_ERROR] == 1
+
+
+def test_swap_is_compared_within_one_source():
+    evidence, _ = modelled_run()
+    first = evidence.ticks[0]
+    host = {**first.values, "host_swap_used_bytes": 2e9}
+    evidence.ticks[0] = dataclasses.replace(first, values=host, processes={})
+    assert evidence.swap_growth_bytes() == 0.0
+    grown = [dataclasses.replace(t, processes={"engine": {"process_swap_bytes": 1e9}}) for t in evidence.ticks[50:]]
+    evidence.ticks[50:] = grown
+    assert evidence.swap_growth_bytes() == 1e9
+    evidence.ticks = [
+        dataclasses.replace(t, processes={}, values={**t.values, "host_swap_used_bytes": 5.0 + n})
+        for n, t in enumerate(evidence.ticks[:10])
+    ]
+    assert evidence.swap_growth_bytes() == 9.0
 
 
 def test_requests_of_others_before_ours_void():
@@ -315,7 +396,13 @@ def test_an_interrupted_preflight_has_the_same_fields():
 
 def test_a_warm_up_is_in_no_stage():
     evidence, line = modelled_run()
-    warm = StageRun(StageSpec("warmup", 2, "warmup"), False, T0, StageTally(evidence.prepared.workload.slo), None)
+    warm = StageRun(
+        StageSpec("warmup", 2, "warmup"),
+        False,
+        T0,
+        StageTally(evidence.prepared.workload.slo),
+        WindowLedger(lambda _: None),
+    )
     evidence.stages.insert(0, warm)
     result = document(evidence, line, run="r.db", t_ns=T0, slo_exact=False)
     assert [stage["name"] for stage in result["stages"]] == ["2", "4", "6", "8", "10", "9"]
