@@ -166,3 +166,164 @@ def test_windows_that_tile_the_run_add_up_to_all_tokens(seed):
     edges = [0, 3 * NS, 7 * NS, 20 * NS, 60 * NS]
     booked = sum(book.output_rate(a, b) * (b - a) / NS for a, b in itertools.pairwise(edges))
     assert booked == pytest.approx(total)
+
+
+# every request: sent 1 ms late, first frame 200 ms after that, last 300 ms later, answer ended 1 ms after that
+@pytest.mark.parametrize(
+    ("figure", "value"),
+    [("ttft", 0.2), ("tpot", 0.05), ("e2e", 0.5), ("frame_gap", 0.1), ("prefill", 400), ("decode", 20)],
+)
+def test_each_figure_is_of_its_own_times(figure, value):
+    spread = getattr(tally(*[record()] * 20), figure)()
+    assert (spread.p50, spread.max) == (pytest.approx(value), pytest.approx(value))
+    assert (spread.p95, spread.samples) == (None, 60 if figure == "frame_gap" else 20)
+
+
+def test_percentiles_are_under_their_own_names():
+    spread = summarize(range(1000, 0, -1))
+    assert (spread.p50, spread.p95, spread.p99, spread.max, spread.samples) == (500, 950, 990, 1000, 1000)
+    assert dataclasses.astuple(summarize([])) == (None, None, None, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"t_first_ns": None}, "ttft tpot prefill decode"),
+        ({"t_send_ns": None}, "ttft e2e prefill"),
+        ({"t_last_ns": None}, "tpot e2e decode"),
+        ({"completion_tokens": 1}, "tpot decode"),
+        ({"prompt_tokens": None}, "prefill"),
+        ({"t_last_ns": 10 * NS + 201 * MS}, "decode"),
+        ({"cached_tokens": None}, ""),
+        ({"outcome": Outcome.SHORT}, ""),
+        ({"outcome": Outcome.CANCELLED}, "ttft tpot e2e prefill decode"),
+    ],
+)
+def test_a_figure_that_cannot_be_told_is_no_sample_and_costs_no_other_figure(changes, missing):
+    stage = tally(record(**changes))
+    figures = ("ttft", "tpot", "e2e", "prefill", "decode")
+    assert [name for name in figures if not getattr(stage, name)().samples] == missing.split()
+
+
+def test_prefill_counts_the_whole_prompt_where_the_server_tells_nothing_of_its_cache():
+    assert tally(record(cached_tokens=None)).prefill().max == pytest.approx(100 / 0.2)
+
+
+@pytest.mark.parametrize(
+    ("t_plan_ns", "inside"),
+    [(5 * NS - 1, False), (5 * NS, True), (20 * NS - 1, True), (20 * NS, False)],
+)
+def test_the_window_takes_in_its_first_moment_and_leaves_out_its_last(t_plan_ns, inside):
+    stage = tally(record(t_plan_ns=t_plan_ns), window=(5 * NS, 20 * NS))
+    assert (stage.issued, stage.planned_in_window, stage.ended_in_window) == (1, inside, inside)
+    assert len(stage.send_lag) == stage.ttft().samples == inside
+
+
+def test_a_window_that_has_not_begun_holds_nothing_and_one_that_has_not_ended_is_open():
+    assert tally(record(), window=(None, None)).planned_in_window == 0
+    assert tally(record(), window=(10 * NS, None)).planned_in_window == 1
+
+
+def test_send_lag_is_from_when_a_request_was_due_and_is_kept_of_failed_ones_too():
+    stage = tally(record(), record(outcome=Outcome.TIMEOUT, t_send_ns=10 * NS + 3 * MS), record(t_send_ns=None))
+    assert list(stage.send_lag) == pytest.approx([0.001, 0.003])
+
+
+def test_requests_per_second_are_those_that_ended_well_and_goodput_those_within_every_limit():
+    slow = record(t_first_ns=10 * NS + 400 * MS)
+    outside, failed = record(t_plan_ns=1 * NS), record(outcome=Outcome.TIMEOUT)
+    stage = tally(*[record()] * 6, slow, slow, outside, failed, slo=SloLimits(ttft_seconds=0.3), window=(5 * NS, None))
+    assert (stage.issued, stage.request_rate(4), stage.goodput_rate(4)) == (10, 2, 1.5)
+    assert stage.request_rate(0) is None
+    assert stage.goodput_rate(0) is None
+
+
+@pytest.mark.parametrize(
+    ("slo", "met"),
+    [
+        (SloLimits(ttft_seconds=0.2), True),
+        (SloLimits(ttft_seconds=0.1999), False),
+        (SloLimits(tpot_seconds=0.05), True),
+        (SloLimits(tpot_seconds=0.0499), False),
+        (SloLimits(ttft_seconds=0.2, tpot_seconds=0.0499), False),
+        (SloLimits(ttft_seconds=0.1999, tpot_seconds=0.05), False),
+    ],
+)
+def test_a_limit_is_met_at_the_limit_itself_and_either_limit_can_be_missed(slo, met):
+    stage = tally(*[record()] * 20, slo=slo)
+    assert stage.slo_met() is met
+    assert stage.goodput_rate(1) == 20 * met
+    assert (stage.worst_slo() is None) is met
+
+
+def test_a_request_whose_first_frame_is_not_known_misses_a_ttft_limit():
+    assert tally(*[record(t_first_ns=None)] * 20, slo=SloLimits(ttft_seconds=9)).slo_met() is False
+
+
+def test_the_missed_limit_is_that_of_decoding_where_only_decoding_misses():
+    slo = SloLimits(ttft_seconds=0.3, tpot_seconds=0.04)
+    assert tally(*[record()] * 200, slo=slo).worst_slo() == "tpot_seconds p95 0.05 > 0.04"
+    half = [record()] * 10 + [record(completion_tokens=70)] * 10
+    assert tally(*half, slo=slo).worst_slo() == "tpot_seconds > 0.04 in 50% of requests"
+
+
+@pytest.mark.parametrize(
+    ("records", "ratio"),
+    [
+        ([], None),
+        ([record(prompt_tokens=None)], None),
+        ([record(), record(prompt_tokens=300, cached_tokens=None)], 0.05),
+        ([record(outcome=Outcome.TRUNCATED)], 0.2),
+    ],
+)
+def test_the_cached_share_is_over_the_tokens_of_all_prompts(records, ratio):
+    assert tally(*records).cached_ratio() == ratio
+
+
+def test_a_request_fills_the_kv_cache_with_its_prompt_and_its_answer():
+    stage = tally(record(), record(completion_tokens=None), record(prompt_tokens=None), record(t_plan_ns=0))
+    assert list(stage.kv_tokens) == [107, 100, 107]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wasted"),
+    [
+        ({}, 0),
+        ({"outcome": Outcome.SHORT}, 0),
+        ({"outcome": Outcome.TIMEOUT}, 7),
+        ({"outcome": Outcome.TIMEOUT, "completion_tokens": None}, 4),
+        ({"outcome": Outcome.UNFINISHED, "completion_tokens": None, "frames": 0}, 0),
+    ],
+)
+def test_tokens_are_wasted_by_requests_that_did_not_end_well(changes, wasted):
+    assert tally(record(**changes)).wasted_tokens == wasted
+
+
+def test_the_first_error_is_the_first_message_of_a_request_that_did_not_end_well():
+    stage = tally(record(error="fine"), record(outcome=Outcome.TIMEOUT), record(outcome=Outcome.TIMEOUT, error="a"))
+    stage.add(record(outcome=Outcome.TIMEOUT, error="b"))
+    assert stage.first_error == "a"
+
+
+def test_prompts_are_booked_whole_at_their_first_frame():
+    book = TokenBook()
+    for one in (record(), record(completion_tokens=None), record(prompt_tokens=None), record(outcome=Outcome.TIMEOUT)):
+        book.add(one)
+    at = 10 * NS + 200 * MS
+    assert book.prompt_rate(at, at + 100 * MS) == pytest.approx(200 / 0.1)
+    assert (book.prompt_rate(0, at), book.prompt_rate(at + 100 * MS, 20 * NS), book.prompt_rate(at, at)) == (0, 0, None)
+    assert book.output_rate(0, 20 * NS) == pytest.approx(2 * 7 / 20)
+
+
+def test_a_short_answer_is_booked():
+    book = TokenBook()
+    book.add(record(outcome=Outcome.SHORT))
+    assert book.output_rate(0, 20 * NS) == pytest.approx(7 / 20)
+
+
+def test_a_window_counts_only_whole_bins():
+    book = TokenBook()
+    book.add(record(frames=1, frame_gaps_us=()))
+    first = 10 * NS + 200 * MS
+    assert book.output_rate(first + 1, first + 199 * MS) is None
+    assert book.output_rate(first - 99 * MS, first + 199 * MS) == pytest.approx(7 / 0.1)
