@@ -1,5 +1,8 @@
 """A stage settles, is measured for long enough, and ends, by arguments alone."""
 
+import dataclasses
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -113,3 +116,138 @@ def test_phases_only_move_forward(samples, offered):
         now = order.index(pacer.advance(second * NS))
         assert now >= reached
         reached = now
+
+
+def measuring(policy=POLICY, *, offered=4):
+    """A pacer whose window began at 2 s, so that nothing is counted yet."""
+    pacer = StagePacer(offered, policy, 0)
+    pacer.on_in_flight(offered)
+    for second in range(3):
+        pacer.on_sample(offered, second * NS)
+    assert pacer.advance(2 * NS) is StagePhase.MEASURING
+    return pacer
+
+
+@pytest.mark.parametrize(
+    ("offered", "samples", "requests", "second", "phase"),
+    [
+        (4, 8, 20, 12, "done"),
+        (4, 8, 20, 11.999, "measuring"),
+        (4, 7, 20, 12, "measuring"),
+        (4, 8, 19, 12, "measuring"),
+        (30, 8, 59, 12, "measuring"),
+        (30, 8, 60, 12, "done"),
+        (10, 8, 20, 12, "done"),
+        (30, 0, 0, 61.999, "measuring"),
+        (30, 0, 0, 62, "done"),
+    ],
+)
+def test_a_window_ends_with_enough_time_samples_and_requests_or_at_its_limit(offered, samples, requests, second, phase):
+    pacer = measuring(offered=offered)
+    for _ in range(samples):
+        pacer.on_sample(0, 3 * NS)
+    for _ in range(requests):
+        pacer.on_request(2 * NS)
+    assert pacer.advance(round(second * NS)) == phase
+
+
+def test_samples_and_requests_from_before_the_window_do_not_fill_it():
+    pacer = StagePacer(4, POLICY, 0)
+    drive(pacer, running=lambda second: 9 * (second % 2), until=20)
+    assert pacer.phase is StagePhase.SETTLING
+    pacer.advance(20 * NS)
+    for _ in range(20):
+        pacer.on_request(20 * NS)
+    for number in range(8):
+        assert pacer.advance(40 * NS) is StagePhase.MEASURING, number
+        pacer.on_sample(4, 40 * NS)
+    assert pacer.advance(40 * NS) is StagePhase.DONE
+
+
+@pytest.mark.parametrize(
+    ("settle_seconds", "second", "phase"),
+    [(5, 4.999, "settling"), (5, 5, "measuring"), (0, 2, "measuring")],
+)
+def test_a_calm_server_is_watched_for_the_least_time_all_the_same(settle_seconds, second, phase):
+    pacer = StagePacer(4, dataclasses.replace(POLICY, settle_seconds=settle_seconds), 0)
+    pacer.on_in_flight(4)
+    for sample in range(3):
+        pacer.on_sample(4, sample * NS)
+    assert pacer.advance(round(second * NS)) == phase
+    assert pacer.settled is (phase == "measuring")
+
+
+@pytest.mark.parametrize(
+    ("offered", "samples", "calm"),
+    [
+        (4, [4, 4], False),
+        (4, [4, 3, 4], True),
+        (4, [4, 2, 4], False),
+        (4, [0, 4, 4, 4], True),
+        (4, [4, 4, 0, 4], False),
+        (20, [20, 19, 20], True),
+        (20, [20, 18, 20], False),
+        (40, [40, 38, 40], True),
+        (40, [40, 37, 40], False),
+        (100, [100, 95, 98], True),
+        (100, [100, 94, 98], False),
+    ],
+)
+def test_three_samples_are_calm_within_one_request_or_five_percent(offered, samples, calm):
+    pacer = StagePacer(offered, POLICY, 0)
+    pacer.on_in_flight(offered)
+    for running in samples:
+        pacer.on_sample(running, NS)
+    assert (pacer.advance(3 * NS) is StagePhase.MEASURING) is calm
+
+
+@pytest.mark.parametrize("in_flight", [3, 5])
+def test_requests_in_flight_that_leave_the_offer_begin_the_settling_anew(in_flight):
+    pacer = StagePacer(4, POLICY, 0)
+    pacer.on_in_flight(4)
+    for _ in range(3):
+        pacer.on_sample(4, NS)
+    pacer.on_in_flight(in_flight)
+    pacer.on_sample(4, 2 * NS)
+    pacer.on_in_flight(4)
+    for seen in range(3):
+        assert pacer.advance(3 * NS) is StagePhase.SETTLING, seen
+        pacer.on_sample(4, 3 * NS)
+    assert pacer.advance(3 * NS) is StagePhase.MEASURING
+
+
+@pytest.mark.parametrize(("in_flight", "overfull"), [(None, False), (3, False), (4, False), (5, True)])
+def test_a_window_that_had_to_begin_is_overfull_with_more_in_flight_than_were_offered(in_flight, overfull):
+    pacer = StagePacer(4, POLICY, 0)
+    if in_flight is not None:
+        pacer.on_in_flight(in_flight)
+    assert pacer.advance(20 * NS - 1) is StagePhase.SETTLING
+    assert pacer.advance(20 * NS) is StagePhase.MEASURING
+    assert (pacer.settled, pacer.overfull) == (False, overfull)
+
+
+def test_samples_of_the_stage_before_are_no_samples_of_this_one():
+    pacer = StagePacer(4, POLICY, 10 * NS)
+    pacer.on_in_flight(4)
+    for _ in range(3):
+        pacer.on_sample(4, 10 * NS - 1)
+    assert pacer.advance(15 * NS) is StagePhase.SETTLING
+    for _ in range(3):
+        pacer.on_sample(4, 10 * NS)
+    assert pacer.advance(15 * NS) is StagePhase.MEASURING
+
+
+@pytest.mark.parametrize(("second", "share"), [(2, 0.0), (7, 0.5), (11.9, 0.99), (40, 0.99)])
+def test_progress_is_the_share_of_the_least_time_and_never_whole_before_the_end(second, share):
+    assert measuring().progress(round(second * NS)) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lengths"),
+    [(4, (4, 60, 1, 20, 2)), (30, (30, 120, 2, 60, 5)), (12, (12, 60, 2, 24, 5)), (8, (8, 60, 2, 20, 4))],
+)
+def test_the_lengths_of_a_stage_scale_within_bounds(seconds, lengths):
+    made = StagePolicy().with_stage_seconds(seconds)
+    named = (made.min_seconds, made.max_seconds, made.settle_seconds, made.max_settle_seconds, made.warmup_seconds)
+    assert named == lengths
+    assert (made.min_requests, made.requests_per_user, made.min_samples) == (20, 2, 8)

@@ -438,3 +438,54 @@ def test_the_sum_of_gaps_does_not_drift_from_the_last_stamp():
         decoder.feed(chunk(event(ONE)), number * 1_999)
     result = decoder.result()
     assert sum(result.gaps_us) == (result.t_last_ns - result.t_first_ns) // 1000
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 10_000])
+def test_a_byte_order_mark_before_the_first_event_is_no_part_of_it(step):
+    body = b"\xef\xbb\xbf" + event(ONE) + event(LAST)
+    raw = HEAD + b"".join(chunk(body[at : at + step]) for at in range(0, len(body), step)) + END
+    result = decode(raw)
+    assert (result.outcome, result.frames) == ("ok", 1)
+
+
+def test_a_byte_order_mark_later_on_is_not_skipped():
+    body = event(ONE) + b"\xef\xbb\xbf" + event(ONE) + event(LAST)
+    assert decode(HEAD + chunk(body) + END).frames == 1
+
+
+@pytest.mark.parametrize(
+    ("pieces", "frames"),
+    [
+        ([b"event: x\r", b"\n%s\r", b"\n\r", b"\n"], 1),
+        ([b"event: x\r", b"%s\r", b"\r"], 1),
+        ([b"%s\r", b"\n", b"\r\n"], 1),
+        # A line feed alone after a whole line ends the event; one that belongs to a carriage return does not.
+        ([b"event: error\r", b"\n%s\r", b"\n\r\n"], 0),
+    ],
+)
+def test_a_carriage_return_and_its_line_feed_in_two_reads_are_one_line_end(pieces, frames):
+    decoder = StreamDecoder()
+    decoder.feed(HEAD, 1)
+    for piece in pieces:
+        decoder.feed(chunk(piece.replace(b"%s", event(ONE).strip())), 2)
+    decoder.feed(chunk(event(LAST)) + END, 3)
+    assert decoder.result().frames == frames
+
+
+@pytest.mark.parametrize("status", [100, 102, 103, 199])
+@pytest.mark.parametrize("step", [1, 10_000])
+def test_any_interim_answer_is_skipped_with_its_headers(status, step):
+    interim = b"HTTP/1.1 %d Wait\r\nLink: </a>\r\nContent-Length: 5\r\n\r\n" % status
+    raw = interim * 2 + answer(ROLE, ONE, LAST)
+    decoder = StreamDecoder()
+    for at in range(0, len(raw), step):
+        decoder.feed(raw[at : at + step], 1)
+    assert decoder.result().status == 200
+    assert decoder.result().outcome is Outcome.OK
+    assert "link" not in decoder.headers
+
+
+def test_a_change_of_protocol_is_no_interim_answer():
+    decoder = HttpDecoder()
+    decoder.feed(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\n\r\n")
+    assert (decoder.complete, decoder.status) == (True, 101)
