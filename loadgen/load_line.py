@@ -19,6 +19,7 @@ from statistics import fmean, median
 from serving.records import Outcome
 
 __all__ = [
+    "MAX_CEILING",
     "BoundBy",
     "LoadLine",
     "LoadLineSearch",

@@ -85,7 +85,7 @@ def gpu_reader(source: str = "auto") -> GpuReader:
         return NoGpuReader()
     if ":" not in source:
         raise ConfigError(
-            f"GPU source {source!r} is unknown; use auto, none or a URL like http://127.0.0.1:9400/metrics"
+            f"GPU source {source!r} is unknown; use auto, nvml, none, or a URL like http://127.0.0.1:9400/metrics"
         )
     return DcgmReader(source)
 

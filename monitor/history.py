@@ -9,6 +9,7 @@ can read it; when it is closed it is a single ordinary file.
 # ruff: noqa: S608 - every name put into SQL is a literal of this module, a record's field or a signal; values are bound.
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import IO, Any, Final, Protocol, Self
 
 from serving.errors import ConfigError, RecordError
 from serving.records import Event, Outcome, RequestRecord, Stage
@@ -322,6 +323,7 @@ class SqliteHistory:
         self._buffer: list[tuple[_Statement, ...]] = []
         self._read_lock, self._write_lock, self._buffer_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._known = {table.name: _columns(reader, table.name) for table in _SAMPLE_TABLES}
+        self._claimed: IO[bytes] | None = None
         self._closing = threading.Event()
         self._committer = threading.Thread(
             target=self._commit_regularly, args=(commit_interval_s,), name="history", daemon=True
@@ -367,9 +369,12 @@ class SqliteHistory:
             RecordError: there is no such file, it is not one of ours or from a newer Plimsoll, it is damaged, or it
                 cannot be written although that was asked.
         """
+        if path.is_dir():
+            raise RecordError(f"{path} is a folder; name a file in it")
         if not path.is_file():
             raise RecordError(f"there is no file {path}; check the name")
         with contextlib.ExitStack() as opened:
+            claim = None if readonly else opened.enter_context(_claim(path))
             try:
                 reader = opened.enter_context(contextlib.closing(_connect(path, "ro")))
                 _check_ours(path, reader)
@@ -381,6 +386,7 @@ class SqliteHistory:
                     with _transaction(writer):
                         _bring_up_to_date(writer)
                 history = cls(path, reader, writer, commit_interval_s)
+                history._claimed = claim
             except sqlite3.Error as error:
                 raise _record_error(path, "read" if readonly else "write", error) from error
             opened.pop_all()
@@ -402,6 +408,9 @@ class SqliteHistory:
                     self._writer.execute("PRAGMA busy_timeout = 0")
                     self._writer.execute("PRAGMA journal_mode = DELETE")
                 self._writer = None
+        if self._claimed is not None:
+            self._claimed.close()
+            self._claimed = None
 
     def __enter__(self) -> Self:
         return self
@@ -717,6 +726,24 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
         if connection.in_transaction:
             with contextlib.suppress(sqlite3.Error):  # the first error is the one to tell
                 connection.execute("ROLLBACK")
+
+
+def _claim(path: Path) -> IO[bytes]:
+    """The sole right to write the file, held as long as the handle is open; two writers would tell one past wrongly.
+
+    Released by the system when the process ends, however that happens. The handle must outlive all connections:
+    closing any handle of a file drops the locks that SQLite holds on it in this process.
+    """
+    try:
+        handle = path.open("rb")
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror or error}; check its permissions") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        handle.close()
+        raise RecordError(f"another Plimsoll process writes {path}; end it, or name another file") from error
+    return handle
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ServerProcesses", "find_listener", "host_memory", "process_tree"]
+__all__ = ["ServerProcesses", "find_listener", "host_memory", "process_exists", "process_tree"]
 
 _PROC = Path("/proc")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -51,6 +51,11 @@ def find_listener(port: int, proc: Path = _PROC) -> int | None:
     """
     found = _locate(port, proc)
     return found if isinstance(found, int) else None
+
+
+def process_exists(pid: int, proc: Path = _PROC) -> bool:
+    """Whether this host has such a process."""
+    return (proc / str(pid)).exists()
 
 
 def process_tree(pid: int, proc: Path = _PROC) -> tuple[int, ...]:

@@ -104,7 +104,7 @@ def find_restart(before: Tick, after: Tick) -> str | None:
     """
     then, now = before.server_mark, after.server_mark
     if then is not None and now is not None:
-        return None if then == now else f"the server's start mark changed from {then} to {now}"
+        return None if then == now else f"the server says that it was started again ({then} was its start mark)"
     if _is_comparable(_START_TIMESTAMP, before, after) and after.sources.get(_START_TIMESTAMP) != _FROM_PROC:
         moved_seconds = after.values[_START_TIMESTAMP] - before.values[_START_TIMESTAMP]
         if abs(moved_seconds) <= _START_TOLERANCE_SECONDS:

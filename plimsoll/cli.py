@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from importlib.metadata import version
+from typing import NoReturn
 
 from serving.errors import ConfigError, PlimsollError
 
@@ -53,18 +54,17 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"; did you mean '{near[0]}'?" if near else ""
         _complain(f"there is no command '{name}'{hint} `plimsoll --help` lists them", None, 2)
         return 2
-    module = importlib.import_module(f"plimsoll.{name}")
-    parser = argparse.ArgumentParser(
-        prog=f"plimsoll {name}",
-        description=COMMANDS[name][0].upper() + COMMANDS[name][1:] + ".",
-        epilog=f"{module.EXAMPLES}\n\n{EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    module.add_arguments(parser)
-    arguments = parser.parse_args(words[1:])
-    schema = f"plimsoll.{name}/1" if getattr(arguments, "json", False) else None
+    schema = f"plimsoll.{name}/1" if "--json" in words else None
     try:
-        code: int = module.run(arguments)
+        module = importlib.import_module(f"plimsoll.{name}")
+        parser = _Parser(
+            prog=f"plimsoll {name}",
+            description=COMMANDS[name][0].upper() + COMMANDS[name][1:] + ".",
+            epilog=f"{module.EXAMPLES}\n\n{EXIT_CODES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(parser)
+        code: int = module.run(parser.parse_args(words[1:]))
     except PlimsollError as error:
         _complain(str(error), schema, error.exit_code)
         return error.exit_code
@@ -89,6 +89,13 @@ def main(argv: list[str] | None = None) -> int:
         )
         return INTERNAL_ERROR
     return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains as the rest of the program does: one line, and a document where one was asked for."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` explains the options")
 
 
 def _overview() -> str:

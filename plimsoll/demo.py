@@ -26,7 +26,10 @@ STAGE_SECONDS = 9.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument(
-        "--workload", default="interactive", metavar="W", help=f"one of {', '.join(WORKLOADS)} (default: interactive)"
+        "--workload",
+        default="interactive",
+        metavar="W",
+        help=f"one of {', '.join(WORKLOADS).replace('_', '-')} (default: interactive)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for run file and engine log (default: runs/…)")
     parser.add_argument("--simulated", action="store_true", help="use the simulated engine (not part of this version)")

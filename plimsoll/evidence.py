@@ -118,6 +118,7 @@ class Evidence:
     e2e_max_seconds: float = 0.0
     t_traffic_ns: int = 0
     t_last_good_ns: int = 0
+    t_last_end_ns: int = 0
     failed_ticks: int = 0
     refused_ticks: int = 0
     """Scrapes refused in a row until now."""
@@ -137,6 +138,7 @@ class Evidence:
         self.outcomes[record.outcome] += 1
         self.book.add(record)
         self.client_tokens += record.completion_tokens or 0
+        self.t_last_end_ns = max(self.t_last_end_ns, record.t_end_ns)
         if record.outcome in GOOD:
             self.t_last_good_ns = max(self.t_last_good_ns, record.t_end_ns)
             if record.t_send_ns is not None:
@@ -221,11 +223,17 @@ class Evidence:
         return ratios[len(ratios) // 2] if len(ratios) >= 3 else None
 
     def server_tokens(self) -> int | None:
-        """Tokens that the server says it generated since just before the first request; None where it does not say."""
+        """Tokens that the server says it generated since just before the first request.
+
+        None where it does not say, or did not any more once the last request had ended: an older figure would look like
+        lost tokens.
+        """
         name = "generation_tokens_total"
         told = [tick for tick in self.ticks if tick.up and name in tick.values]
         before = [tick for tick in told if tick.t_ns <= self.t_traffic_ns][-1:]
         during = [tick for tick in told if tick.t_ns > self.t_traffic_ns]
+        if not told or told[-1].t_ns < self.t_last_end_ns:
+            return None
         grown = counter_increase([tick.values[name] for tick in (*before, *during)])
         return None if grown is None else round(grown)
 

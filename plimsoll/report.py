@@ -105,6 +105,9 @@ def _summary(document: Mapping[str, Any]) -> Group:
     tokens = document["tokens"]
     if tokens["server_completion"] is not None:
         same = "equal" if tokens["client_completion"] == tokens["server_completion"] else "differ"
+        cut = sum(stage["requests"][name] for stage in document["stages"] for name in _FAILURES if name != "short")
+        if same == "differ" and cut:
+            same = f"differ, as they must: {cut} requests failed or were cut, and only the server knows their tokens"
         add(
             "output tokens",
             f"client {tokens['client_completion']:,}, server {tokens['server_completion']:,}: {same}"

@@ -23,9 +23,10 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from loadgen.driver_link import DriverConfig, DriverLink
-from loadgen.load_line import LoadLineSearch, StageSpec, did_hold
+from loadgen.load_line import BoundBy, LoadLineSearch, StageSpec, did_hold
 from loadgen.observation import WindowLedger
 from loadgen.plan import PlanName, StagePacer, StagePhase, StagePolicy
 from loadgen.prompts import calibrate
@@ -34,7 +35,7 @@ from loadgen.workloads import WORKLOADS, find_workload
 from monitor.gpu import gpu_reader
 from monitor.history import SqliteHistory
 from monitor.http import converse, open_session, parse_url
-from monitor.process import ServerProcesses
+from monitor.process import ServerProcesses, process_exists
 from monitor.sampler import Sampler, Tick, target_reader
 from plimsoll.conclusion import document, interrupted_document
 from plimsoll.evidence import Drain, Evidence, Prepared, StageRun
@@ -63,6 +64,7 @@ SILENT_SECONDS = 60.0
 """Neither a scrape nor a request succeeded for this long, and for three times the longest request: the same."""
 IDLE_HEAD_TICKS = 2
 DRAIN_LIMIT_SECONDS = 60.0
+LAST_LOOK_SECONDS = 3.0
 IDLE_TAIL_SECONDS = 3.0
 WARMUP = "warmup"
 
@@ -94,12 +96,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("url", metavar="URL", help="the server's base URL, e.g. http://127.0.0.1:8000")
     parser.add_argument(
-        "--workload", default="interactive", metavar="W", help=f"one of {', '.join(WORKLOADS)} (default: interactive)"
+        "--workload",
+        default="interactive",
+        metavar="W",
+        help=f"one of {', '.join(WORKLOADS).replace('_', '-')} (default: interactive)",
     )
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument("--settings", type=Path, metavar="FILE", help="serving settings with max_batch_size")
     limit.add_argument("--max-batch", type=_count, metavar="N", help="the configured batch limit")
-    parser.add_argument("--model", help="model name to ask for (default: the server's first)")
+    parser.add_argument("--model", metavar="NAME", help="model name to ask for (default: the server's first)")
     parser.add_argument("--log", type=Path, metavar="FILE", help="the server's start-up log: tells what HTTP does not")
     parser.add_argument(
         "--plan",
@@ -112,11 +117,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pace.add_argument("--duration", type=_seconds, metavar="D", help="about how long all stages may take: 90, 10m, 1h")
     parser.add_argument("--prompt-tokens", type=_count, metavar="N", help="mean prompt length, not the workload's")
     parser.add_argument("--output-tokens", type=_count, metavar="N", help="mean output length, not the workload's")
-    parser.add_argument("--ceiling", type=_limit, default=256, metavar="N", help="where an unlimited search gives up")
-    parser.add_argument("--seed", type=int, default=1, help="seed of prompts and lengths (default: 1)")
+    parser.add_argument(
+        "--ceiling", type=_limit, default=256, metavar="N", help="where a search without a limit ends (default: 256)"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of prompts and lengths (default: 1)")
     parser.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="sampling interval (default: 1 s)")
-    parser.add_argument("--gpu", default="auto", metavar="G", help="auto, none, or the URL of a DCGM exporter")
-    parser.add_argument("--pid", type=int, help="the server's process (default: found by its port on this host)")
+    parser.add_argument("--gpu", default="auto", metavar="G", help="auto, nvml, none, or the URL of a DCGM exporter")
+    parser.add_argument(
+        "--pid", type=int, metavar="PID", help="the server's process (default: found by its port on this host)"
+    )
     parser.add_argument("--out", type=Path, metavar="RUN.db", help="run file (default: runs/TIME.db)")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
 
@@ -226,6 +235,9 @@ class _StressRun:
         options = self.options
         base = parse_url(options.url)
         _require_writable(self.path)
+        await gpu_reader(options.gpu).close()
+        if options.pid is not None and not process_exists(options.pid):
+            raise ConfigError(f"--pid {options.pid}: there is no such process on this host; leave it out to find it")
         for note in base.notes:
             self._say(note)
         facts = self._learn_from_files(await converse(session, base.text, probe(options.model, where=base.text)))
@@ -449,9 +461,13 @@ class _StressRun:
 
     async def _watch_drain(self) -> None:
         """Wait until the server is idle again, then a little longer, and note what it looks like."""
-        if self.evidence.ending.early:
-            return
         began_ns = self.clock.now_ns()
+        if self.evidence.ending.early:
+            # Not a drain, but the server's counters as of now: without them its tokens do not compare with ours.
+            until_ns = began_ns + round(LAST_LOOK_SECONDS * NS)
+            while self.clock.now_ns() < until_ns and not self._looked_since(began_ns):
+                await self.clock.sleep(0.1)
+            return
 
         def latest() -> Tick | None:
             ticks = self.evidence.ticks
@@ -474,6 +490,9 @@ class _StressRun:
                 tick.values.get("kv_cache_usage_ratio"),
                 round(seconds, 3),
             )
+
+    def _looked_since(self, t_ns: int) -> bool:
+        return bool(self.evidence.ending.server_died) or any(t.t_ns >= t_ns for t in self.evidence.ticks[-1:])
 
     async def _wait(self, condition: Callable[[], bool], *, limit_seconds: float) -> None:
         until_ns = self.clock.now_ns() + round(limit_seconds * NS)
@@ -599,9 +618,13 @@ class _StressRun:
         return result
 
     def _document(self, search: LoadLineSearch, t_ns: int) -> dict[str, Any]:
+        line = search.result()
+        if self.evidence.ending.early and not self.evidence.ending.server_died and search.next_stage() is not None:
+            seen = f"ended after {len(search.seen)} stages: {line.evidence}"
+            line = replace(line, bound_by=BoundBy.UNKNOWN, evidence=seen, next_step="run it again to its end")
         return document(
             self.evidence,
-            search.result(),
+            line,
             run=str(self.path),
             t_ns=t_ns,
             slo_exact=self.options.plan is PlanName.SLO,
@@ -646,10 +669,11 @@ def _progress(console: Console) -> Progress:
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=12),
         TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[figures]}"),
+        TextColumn("[dim]{task.fields[figures]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
         console=console,
+        expand=True,
         transient=True,
         disable=not console.is_terminal,
     )

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from monitor.exporter import TickCollector, make_app, serve
 from monitor.gpu import gpu_reader
 from monitor.history import SqliteHistory
 from monitor.http import BaseUrl, converse, open_session, parse_url
-from monitor.process import ServerProcesses
+from monitor.process import ServerProcesses, process_exists
 from monitor.sampler import ReadTarget, Sampler, Tick, find_restart
 from monitor.schedule import Job, Schedule
 from serving.clock import NS, Clock, SystemClock
@@ -60,6 +61,7 @@ An API key is read from PLIMSOLL_API_KEY. SIGTERM and Ctrl-C end the watch; star
 
 _log = logging.getLogger("plimsoll.watch")
 _REPEAT_NS = 60 * NS
+_CALM_TICKS = 5
 """A target that stays down for changing reasons is told of this often."""
 _FORGET_AFTER = frozenset({"http_404", "not_metrics", "no_engine_metrics"})
 """Failures after which the target may be another engine than before."""
@@ -75,6 +77,8 @@ class WatchTarget:
     interval_s: float = 1.0
     gpu: str = "auto"
     pid: int | None = None
+    kv_cache_capacity_tokens: int | None = None
+    """What the server's start-up log says, where the server itself does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,8 @@ def read_config(path: Path) -> WatchConfig:
 
 
 def _target(node: Node) -> WatchTarget:
-    keys = node.mapping(("url", "name", "model", "interval", "gpu", "pid"), required=("url",))
+    known = ("url", "name", "model", "interval", "gpu", "pid", "kv_cache_capacity_tokens")
+    keys = node.mapping(known, required=("url",))
     try:
         url = parse_url(keys["url"].text())
     except ConfigError as error:
@@ -125,9 +130,24 @@ def _target(node: Node) -> WatchTarget:
         model=keys["model"].text() if "model" in keys else None,
         # Above 15 s the rules would take the time between two samples for a gap.
         interval_s=keys["interval"].number(0.1, 15) if "interval" in keys else 1.0,
-        gpu=keys["gpu"].text() if "gpu" in keys else "auto",
+        gpu=_gpu(keys["gpu"]) if "gpu" in keys else "auto",
         pid=keys["pid"].integer(1, 2**22) if "pid" in keys else None,
+        kv_cache_capacity_tokens=_capacity(keys),
     )
+
+
+def _capacity(keys: Mapping[str, Node]) -> int | None:
+    name = "kv_cache_capacity_tokens"
+    return keys[name].integer(1, 10**12) if name in keys else None
+
+
+def _gpu(node: Node) -> str:
+    source = node.text()
+    try:
+        gpu_reader(source)
+    except ConfigError as error:
+        raise node.error(str(error)) from None
+    return source
 
 
 def _listen(node: Node) -> tuple[str, int]:
@@ -177,7 +197,9 @@ class Watch:
         """The last tick of the watch before this one, until it has been compared with our first."""
         self._last_up: Tick | None = None
         self._told: tuple[bool, str | None, int] | None = None
-        self._history_error: RecordError | None = None
+        self._dropped = 0
+        self._losing = False
+        self._calm_ticks = 0
 
     def on_tick(self, tick: Tick) -> None:
         """Keep a tick, and say when the target comes or goes."""
@@ -193,9 +215,7 @@ class Watch:
             if histogram.sum is not None
         }
         self.history.append_tick(self._name, tick.t_ns, tick.values, tick.gpus, tick.processes, totals)
-        if self.history.error is not self._history_error:
-            self._history_error = self.history.error
-            _log.error("%s; sampling and /metrics go on, and writing is tried again", self._history_error)
+        self._tell_of_history()
 
     def on_event(self, event: Event) -> None:
         """Keep an event."""
@@ -289,11 +309,25 @@ class Watch:
             for finding in findings:
                 _log.warning("%s: %s: %s. Next: %s", self._name, finding.title, finding.evidence, finding.next_step)
 
+    def _tell_of_history(self) -> None:
+        """Say when the history loses entries, and when it has not lost any for a while."""
+        lost, self._dropped = self.history.dropped - self._dropped, self.history.dropped
+        self._calm_ticks = 0 if lost else self._calm_ticks + 1
+        if lost and not self._losing:
+            self._losing = True
+            _log.error("%s; sampling and /metrics go on, and writing is tried again", self.history.error)
+        elif self._losing and self._calm_ticks >= _CALM_TICKS:
+            self._losing = False
+            _log.warning("the history is written again; %d entries were lost in all", self._dropped)
+
     def _tell(self, tick: Tick) -> None:
         was_up, failure, told_ns = self._told or (None, None, 0)
         if tick.up == was_up and (tick.failure == failure or tick.t_ns - told_ns < _REPEAT_NS):
             return
         self._told = (tick.up, tick.failure, tick.t_ns)
+        if tick.up != was_up:
+            text = "answers" if tick.up else f"does not answer: {tick.failure}"
+            self.history.append_event(Event(tick.t_ns, "up" if tick.up else "down", text), self._name)
         if tick.up:
             _log.info("%s: up", self._name)
         else:
@@ -316,6 +350,13 @@ def watching_reader(
                 known = await converse(session, target.url.text, probe(target.model, where=target.url.text))
             except TargetError as error:
                 return ScrapeFailure("not_ready", str(error))
+            if target.kv_cache_capacity_tokens is not None:
+                known = replace(
+                    known,
+                    kv_cache_capacity_tokens=target.kv_cache_capacity_tokens,
+                    kv_cache_capacity_source="the watch file",
+                    notes=(),
+                )
             found(known)
         conversation = scrape(ENGINES[known.engine], kv_cache_capacity_tokens=known.kv_cache_capacity_tokens)
         outcome = await converse(session, target.url.text, conversation)
@@ -347,12 +388,17 @@ async def keep_watch(config: WatchConfig, stop: asyncio.Event, listening: Callab
     gpu = gpu_reader("none" if target.gpu == "auto" and not here else target.gpu)
     for note in target.url.notes:
         _log.info("%s: %s", target.name, note)
+    if target.pid is not None and not process_exists(target.pid):
+        raise ConfigError(f"pid {target.pid}: there is no such process on this host; leave it out to find it by port")
+    _require_free(config.host, config.port)
     with contextlib.closing(_open_history(config.history, clock)) as history:
         watch = Watch(config, history, clock)
         collector = TickCollector(clock, extra=watch.families)
 
         def found(facts: TargetFacts) -> None:
-            _log.info("%s: %s %s, model %s", target.name, facts.engine, facts.version or "", facts.model)
+            _log.info(
+                "%s: %s, model %s", target.name, " ".join(filter(None, (facts.engine, facts.version))), facts.model
+            )
             for note in facts.notes:
                 _log.info("%s: %s", target.name, note)
             collector.describe_target(target.name, facts)
@@ -421,6 +467,8 @@ async def _run_until_signal(config: WatchConfig) -> None:
 
 
 def _open_history(path: Path, clock: Clock) -> SqliteHistory:
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"history {path}: there is no folder {path.absolute().parent}; make it, or name another")
     if not path.exists():
         history = SqliteHistory.create(path)
         history.set_manifest({"kind": "watch", "plimsoll_version": version("plimsoll"), "started_t_ns": clock.now_ns()})
@@ -431,6 +479,19 @@ def _open_history(path: Path, clock: Clock) -> SqliteHistory:
         history.close()
         raise ConfigError(f"{path} is the file of another kind of run ({kind}); name another `history`")
     return history
+
+
+def _require_free(host: str, port: int) -> None:
+    """Refuse an address that is taken before anything is written; `serve` says the same of what changes meanwhile."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe_socket:
+        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe_socket.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}; name another address with `listen`"
+            ) from error
 
 
 def _restored(rule: str, stored: Mapping[str, Any]) -> AlertState:

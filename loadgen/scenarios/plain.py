@@ -21,7 +21,7 @@ from locust.exception import StopTest
 from locust.runners import MasterRunner, WorkerRunner
 
 from loadgen.client import Connection, Endpoint
-from loadgen.load_line import LoadLineSearch, StageSpec, did_hold
+from loadgen.load_line import MAX_CEILING, LoadLineSearch, StageSpec, did_hold
 from loadgen.observation import WindowLedger, view_stage
 from loadgen.plan import StagePacer, StagePhase, StagePolicy
 from loadgen.prompts import calibrate
@@ -287,6 +287,11 @@ def prepare(environment: Environment) -> None:
 
 def _prepare(environment: Environment, workload: Workload) -> Traffic:
     options: Any = environment.parsed_options
+    for name in ("max_batch", "context", "prompt_tokens", "output_tokens", "stage_seconds"):
+        value, least = getattr(options, name), int(name == "stage_seconds")
+        if not isinstance(value, int) or value < least or (name == "max_batch" and value > MAX_CEILING):
+            shown = f"--{name.replace('_', '-')} {value}"
+            raise ConfigError(f"{shown} cannot be meant; give a whole number from {least}, or leave it out")
     if not environment.host:
         raise ConfigError("no target: give --host http://host:port")
     endpoint = Endpoint(environment.host, api_key=os.environ.get("PLIMSOLL_API_KEY"))
@@ -355,7 +360,8 @@ def _fire(environment: Environment, name: str, record: RequestRecord) -> None:
     )
     ttft = ttft_seconds(record)
     if failure is None and ttft is not None:
-        fire(name=f"{name} TTFT", response_time=ttft * 1000, exception=None, start_time=begin_ns / NS, **entry)
+        # A row of its own, but no request of its own: Locust's totals must count each request once.
+        environment.stats.get(f"{name} TTFT", "POST").log(round(ttft * 1000), 0)
 
 
 def finish(environment: Environment, **_: Any) -> None:

@@ -94,9 +94,8 @@ def _read_limits(card: Mapping[str, Any], pages: Mapping[str, Any], reading: Rea
     elif slots is not None and slots > 1:
         # Neither /props, /slots nor /metrics says whether --kv-unified is in effect; only the start-up log does.
         notes.append(
-            f"llama.cpp does not say over HTTP whether its {slots} slots share one KV cache (--kv-unified, the default "
-            f"without -np); KV cache use is estimated {_ASSUMES_SPLIT}, unless its start-up log or the settings file "
-            "(kv_cache_capacity_tokens) says how many tokens the cache holds"
+            f"llama.cpp does not tell whether its {slots} slots share one KV cache: its use is estimated as if they "
+            "did not; kv_cache_capacity_tokens (its start-up log has it) would settle it"
         )
     alone = slots == 1 and context is not None
     return Limits(

@@ -391,5 +391,5 @@ async def test_the_reader_is_chosen_by_what_the_user_names() -> None:
     assert await none.read() == {}
     assert (await none.describe()).source == "none"
     await none.close()
-    with pytest.raises(ConfigError, match="use auto, none or a URL"):
+    with pytest.raises(ConfigError, match="use auto, nvml, none, or a URL"):
         gpu_reader("nvdia")

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from plimsoll.cli import COMMANDS, main
+from plimsoll.stress import finish
 
 MODELS = {"object": "list", "data": [{"id": "hy3", "object": "model", "owned_by": "vllm", "max_model_len": 2048}]}
 
@@ -179,10 +180,31 @@ def test_a_server_that_answers_but_does_not_generate(capsys, tmp_path, serve):
 
 @pytest.mark.parametrize("value", ["0", "-3", "eight", "99999999999"])
 def test_a_batch_limit_that_cannot_be_meant(capsys, value):
-    with pytest.raises(SystemExit) as stop:
-        main(["stress", "http://127.0.0.1:1", "--max-batch", value])
-    assert stop.value.code == 2
+    assert main(["stress", "http://127.0.0.1:1", "--max-batch", value]) == 2
     assert "--max-batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["stress", "--json"], ["stress", "http://x", "--json", "--duration", "soon"]])
+def test_wrong_usage_is_a_document_too_when_one_was_asked_for(capsys, words):
+    assert main(words) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema"], document["exit_code"]) == ("plimsoll.stress/1", 2)
+
+
+def test_a_reader_that_goes_away_does_not_change_the_verdict(monkeypatch):
+    def gone(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", gone)
+    monkeypatch.setattr("plimsoll.stress.os.dup2", lambda *_: None)
+    assert finish({"exit_code": 1, "schema": "plimsoll.stress/1"}, as_json=True) == 1
+
+
+@pytest.mark.parametrize("option", [("--pid", "4194000"), ("--gpu", "cuda"), ("--ceiling", "5000")])
+def test_what_cannot_be_used_is_refused_before_the_server_is_asked(capsys, tmp_path, closed_url, option):
+    code, text, _ = stress(capsys, tmp_path, closed_url, *option)
+    assert code == 2
+    assert option[1] in text
 
 
 def test_an_absurd_batch_limit(capsys, tmp_path, serve):

@@ -227,7 +227,7 @@ async def test_a_restart_while_nobody_watched_ends_the_epoch(beside):
     again = beside(clock)
     again.tokens = one.tokens
     await again.live(1, pid="2")
-    (event,) = again.history.events()
+    (event,) = [one for one in again.history.events() if one.kind == "restart"]
     assert event.kind == "restart"
     assert event.text.startswith("while nobody watched: another process serves: 2")
     assert len(again.history.epochs("demo")) == 2
@@ -242,7 +242,7 @@ async def test_the_same_server_after_a_pause_is_no_restart(beside):
     again = beside(clock)
     again.tokens = one.tokens
     await again.live(1)
-    assert again.history.events() == []
+    assert [event.kind for event in again.history.events()] == ["up", "up"]
 
 
 async def test_what_cannot_be_restored_begins_anew(beside, caplog):

@@ -528,7 +528,7 @@ def test_probing_llamacpp():
     assert facts.context_tokens == 2048
     assert (facts.max_running_requests, facts.max_running_source) == (8, "/props total_slots")
     assert facts.kv_cache_capacity_tokens is None
-    assert "does not say over HTTP whether its 8 slots share" in facts.notes[0]
+    assert "does not tell whether its 8 slots share" in facts.notes[0]
     assert facts.metrics_supported
 
 
