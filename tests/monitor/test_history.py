@@ -709,3 +709,22 @@ def test_the_documented_command_works(plain, path):
     ]
     done = subprocess.run(["sqlite3", str(path), command], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0] == "40|ok|0.2|0.05|0.7"
+
+
+def test_a_file_has_one_writer_at_a_time_and_any_number_of_readers(tmp_path):
+    path = tmp_path / "watch.db"
+    with SqliteHistory.create(path) as first:
+        with pytest.raises(RecordError, match="another Plimsoll process writes"):
+            SqliteHistory.open(path, readonly=False)
+        with SqliteHistory.open(path) as reader:
+            assert reader.manifest() == {}
+        first.set_manifest({"kind": "watch"})
+        first.flush()
+        assert first.error is None
+    with SqliteHistory.open(path, readonly=False) as second:
+        assert second.manifest() == {"kind": "watch"}
+
+
+def test_a_folder_is_no_history(tmp_path):
+    with pytest.raises(RecordError, match="is a folder"):
+        SqliteHistory.open(tmp_path)

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -406,6 +407,36 @@ async def test_a_stress_run_is_not_continued_as_a_watch(tmp_path):
     config = WatchConfig(WatchTarget(parse_url("http://127.0.0.1:1"), "demo", gpu="none"), path, port=0)
     with pytest.raises(ConfigError, match=r"run\.db is the file of another kind of run \(stress\)"):
         await keep_watch(config, asyncio.Event())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"pid": 4_194_000}, "there is no such process"),
+        ({"history": "nowhere/watch.db"}, "there is no folder"),
+        ({"port": "taken"}, "cannot listen on 127.0.0.1"),
+    ],
+)
+async def test_what_cannot_begin_writes_nothing(tmp_path, changes, says):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1] if changes.get("port") else 0
+        target = WatchTarget(parse_url("http://127.0.0.1:1"), "demo", gpu="none", pid=changes.get("pid"))
+        config = WatchConfig(target, tmp_path / changes.get("history", "watch.db"), port=port)
+        with pytest.raises(ConfigError, match=says):
+            await keep_watch(config, asyncio.Event())
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_two_watches_on_one_history_are_refused(tmp_path):
+    path = tmp_path / "watch.db"
+    config = WatchConfig(WatchTarget(parse_url("http://127.0.0.1:1"), "demo", gpu="none"), path, port=0)
+    with SqliteHistory.create(path) as history:
+        history.set_manifest({"kind": "watch"})
+        history.flush()
+        with pytest.raises(RecordError, match="another Plimsoll process"):
+            await keep_watch(config, asyncio.Event())
 
 
 async def test_a_watch_that_no_longer_samples_ends_with_the_reason(tmp_path, monkeypatch):
