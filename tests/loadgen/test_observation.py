@@ -213,3 +213,13 @@ def test_tokens_of_the_window_are_those_of_answers_that_ended_well():
         record(tokens=None),
     ]
     assert ledger(*records).completion_tokens == 8
+
+
+def test_a_window_is_judged_by_what_ended_in_it_and_not_by_what_its_stage_issued():
+    """The stage issued one answer; three failures of an earlier stage ended in its window."""
+    tally, book = StageTally(SloLimits()), TokenBook()
+    tally.add(record(error="of its own"))
+    failures = ledger(*[record(Outcome.TIMEOUT, error="of an earlier one")] * 3)
+    flags = {"client_valid": True, "server_died": False, "overfull": False}
+    seen = view_stage(4, [], WINDOW, tally, book, failures, **flags).observation
+    assert (seen.outcomes, seen.first_error) == ({Outcome.TIMEOUT: 3}, "of an earlier one")

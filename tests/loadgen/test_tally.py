@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.tally import SloLimits, StageTally, TokenBook, percentile, summarize, tpot_seconds, ttft_seconds
+from loadgen.tally import (
+    SloLimits,
+    StageTally,
+    TokenBook,
+    decode_speed,
+    percentile,
+    summarize,
+    tpot_seconds,
+    ttft_seconds,
+)
 from serving.clock import NS
 from serving.records import Outcome, RequestRecord
 
@@ -55,6 +64,7 @@ def tally(*records, slo=None, window=(0, 100 * NS)):
 def test_ttft_is_from_the_first_byte_sent_and_tpot_divides_by_tokens_not_frames():
     assert ttft_seconds(record()) == pytest.approx(0.2)
     assert tpot_seconds(record()) == pytest.approx(0.3 / 6)
+    assert decode_speed(record()) == pytest.approx(20)
 
 
 @pytest.mark.parametrize("tokens", [None, 0, 1])
@@ -243,7 +253,7 @@ def test_requests_per_second_are_those_that_ended_well_and_goodput_those_within_
     [
         (SloLimits(ttft_seconds=0.2), True),
         (SloLimits(ttft_seconds=0.1999), False),
-        (SloLimits(tpot_seconds=0.05), True),
+        (SloLimits(tpot_seconds=tpot_seconds(record())), True),
         (SloLimits(tpot_seconds=0.0499), False),
         (SloLimits(ttft_seconds=0.2, tpot_seconds=0.0499), False),
         (SloLimits(ttft_seconds=0.1999, tpot_seconds=0.05), False),
@@ -309,6 +319,7 @@ def test_prompts_are_booked_whole_at_their_first_frame():
     book = TokenBook()
     for one in (record(), record(completion_tokens=None), record(prompt_tokens=None), record(outcome=Outcome.TIMEOUT)):
         book.add(one)
+    book.add(record(prompt_tokens=None, frames=0))
     at = 10 * NS + 200 * MS
     assert book.prompt_rate(at, at + 100 * MS) == pytest.approx(200 / 0.1)
     assert (book.prompt_rate(0, at), book.prompt_rate(at + 100 * MS, 20 * NS), book.prompt_rate(at, at)) == (0, 0, None)

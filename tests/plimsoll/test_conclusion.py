@@ -728,7 +728,7 @@ def test_every_latency_and_speed_is_under_its_own_name():
 def test_a_stage_is_documented_with_its_own_gauges_and_rates():
     evidence, line = modelled_run(changes=with_slo(ttft_seconds=1.0))
     over = evidence.stages[4]
-    over.tally.first_error = "boom"
+    over.tally.first_error, over.tally.met_slo = "boom", 10
     start = over.t_settled_ns // NS - T0 // NS
     gpus = {"GPU-0": {"gpu_memory_used_bytes": 5.0}}
     for n, one in enumerate(evidence.ticks):
@@ -752,7 +752,7 @@ def test_a_stage_is_documented_with_its_own_gauges_and_rates():
     assert stage["gpu_memory_used_bytes"] == {"max": 5}
     assert stage["preemptions"] == 4
     assert (stage["output_tokens_per_second"], stage["prompt_tokens_per_second"]) == (20, 200)
-    assert (stage["requests_per_second"], stage["goodput_per_second"]) == (2, 2)
+    assert (stage["requests_per_second"], stage["goodput_per_second"]) == (2, 0.5)
     assert stage["first_error"] == "boom"
 
 
@@ -767,10 +767,11 @@ def test_whether_a_stage_held_is_told_only_of_one_that_was_whole_and_shows_somet
     assert [stage["held"] for stage in documented(evidence, line)["stages"]] == [None] * 3 + [True] + [False] * 2
 
 
-def test_a_stage_that_was_never_seen_is_not_documented():
+def test_a_stage_that_was_never_seen_or_does_not_count_is_not_documented():
     evidence, line = modelled_run()
     evidence.stages[0].view = None
-    assert [stage["name"] for stage in documented(evidence, line)["stages"]] == ["4", "6", "8", "10", "9"]
+    evidence.stages[2].counted = False
+    assert [stage["name"] for stage in documented(evidence, line)["stages"]] == ["4", "8", "10", "9"]
 
 
 @pytest.mark.parametrize(
@@ -779,6 +780,7 @@ def test_a_stage_that_was_never_seen_is_not_documented():
         ({}, None, None),
         ({"ttft_seconds": 0.5}, 8, (8, None)),
         ({"tpot_seconds": 0.06}, None, (None, "tpot_seconds > 0.06 in 100% of requests at 2")),
+        ({"tpot_seconds": 0.06}, 2, (2, "tpot_seconds > 0.06 in 100% of requests at 6")),
         ({"tpot_seconds": 0.06}, 4, (4, "tpot_seconds > 0.06 in 100% of requests at 6")),
         ({"ttft_seconds": 0.05}, 6, (6, "ttft_seconds > 0.05 in 100% of requests at 8")),
         ({"ttft_seconds": 0.05}, 10, (10, None)),
@@ -832,7 +834,7 @@ def test_a_client_that_nothing_was_heard_of_has_no_figures():
 
 def test_the_document_says_what_was_measured_and_where():
     evidence, line = modelled_run()
-    evidence.wasted_tokens = 3
+    evidence.wasted_tokens, evidence.client_tokens = 3, 2405
     result = documented(evidence, line)
     assert result["target"] == {
         "url": "http://127.0.0.1:8000",
@@ -842,10 +844,12 @@ def test_the_document_says_what_was_measured_and_where():
         "context_tokens": 8192,
     }
     assert result["workload"] == {"name": "interactive", "prompt_tokens": 512, "output_tokens": 256, "seed": 1}
-    assert result["tokens"] == {"client_completion": 2400, "server_completion": 2400, "wasted": 3}
+    assert result["tokens"] == {"client_completion": 2405, "server_completion": 2400, "wasted": 3}
     assert result["drain"] == {"running": 0, "waiting": 0, "kv_cache_usage_ratio": 0, "seconds": 1}
     assert [one["name"] for one in result["checks"]] == list(checked(evidence, line))
-    assert (result["run"], result["verdict"], result["findings"]) == ("r.db", "pass", [])
+    assert (result["run"], result["verdict"]) == ("r.db", "pass")
+    assert result["findings"] == [one.to_json() for one in find(evidence, line, T0)]
+    assert len(result["findings"]) == 1
     assert result["load_line"] == {
         "configured": 8,
         "measured": 8,

@@ -160,6 +160,16 @@ def test_the_servers_tokens_count_from_the_last_sample_before_traffic_and_throug
     assert run.server_tokens() == tokens
 
 
+@pytest.mark.parametrize(("ended", "tokens"), [(20, 50), (20.001, None)])
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.TIMEOUT])
+def test_the_servers_tokens_are_not_told_when_it_said_nothing_once_the_last_request_had_ended(ended, tokens, outcome):
+    ticks = [tick(second, generation_tokens_total=value) for second, value in ((9, 100), (20, 150))]
+    run = evidence(ticks=[*ticks, tick(25), tick(26, failure="timed out", generation_tokens_total=160.0)])
+    run.add_record(record(outcome, t_end_ns=round(ended * NS)))
+    run.add_record(record(t_end_ns=15 * NS))
+    assert run.server_tokens() == tokens
+
+
 @pytest.mark.parametrize(
     ("samples", "idle"),
     [({}, None), ({11: 0.0}, None), ({1: 0.3, 2: 0.2, 3: 0.25, 11: 0.0}, 0.2), ({10: 0.4}, 0.4)],
@@ -332,6 +342,12 @@ def test_what_was_wrong_with_the_client_in_a_stage_stays_wrong():
     run.health = [health(22)]
     assert not run.see(run.stages[0]).observation.client_valid
     assert "did not report" in run.client_problem()
+
+
+def test_a_client_that_falters_in_one_stage_is_no_less_valid_in_another():
+    run = evidence(stage(window=(20, 30)), stage("8", window=(30, 40)))
+    run.health = [health(35)]
+    assert [run.see(one).observation.client_valid for one in run.stages] == [False, True]
 
 
 def test_a_client_that_falters_in_a_warm_up_spoils_nothing():
