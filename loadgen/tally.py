@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from serving.clock import NS
 from serving.records import Outcome, RequestRecord
 
-__all__ = ["GOOD", "Percentiles", "SloLimits", "StageTally", "TokenBook", "decode_speed", "percentile", "ttft_seconds"]
+__all__ = ["GOOD", "Percentiles", "SloLimits", "StageTally", "TokenBook", "percentile", "ttft_seconds"]
 
 BIN_NS = 100_000_000
 GOOD = (Outcome.OK, Outcome.SHORT)
@@ -73,12 +73,6 @@ def tpot_seconds(record: RequestRecord) -> float | None:
     if record.t_first_ns is None or record.t_last_ns is None or tokens is None or tokens < 2:
         return None
     return (record.t_last_ns - record.t_first_ns) / NS / (tokens - 1)
-
-
-def decode_speed(record: RequestRecord) -> float | None:
-    """Tokens per second of one request after its first frame; None when undefined."""
-    tpot = tpot_seconds(record)
-    return 1 / tpot if tpot else None
 
 
 def prefill_speed(record: RequestRecord) -> float | None:
@@ -233,7 +227,9 @@ class StageTally:
             at = percentile(sorted(values), self.slo.percentile)
             if at is not None and at > limit:
                 return f"{name} p{self.slo.percentile * 100:g} {at:.3g} > {limit:g}"
-            return f"{name} > {limit:g} in {1 - met / self.planned_in_window:.0%} of requests"
+            slow = sum(value > limit for value in values)
+            if slow:
+                return f"{name} > {limit:g} in {slow} of {self.planned_in_window} requests"
         return None
 
     def ttft(self) -> Percentiles:

@@ -41,11 +41,11 @@ def check(evidence: Evidence, line: LoadLine) -> list[Check]:
     checks.append(compare("memory_suffices", memory_errors, "==", 0, "out-of-memory errors", samples=1))
     if evidence.ending.early:
         return checks
-    idle, before = evidence.drain, evidence.idle_kv_ratio()
+    idle = evidence.drain
     left = None if idle.running is None or idle.waiting is None else idle.running + idle.waiting
     checks.append(compare("queue_drains", left, "==", 0, "requests", samples=1))
-    if before is not None and idle.kv_cache_usage_ratio is not None:
-        above = round(idle.kv_cache_usage_ratio - before, 6)
+    above = _kv_above_idle(evidence)
+    if above is not None:
         checks.append(
             compare("kv_cache_drains", above, "<=", KV_DRAIN_TOLERANCE_RATIO, "of the cache above idle", samples=1)
         )
@@ -88,6 +88,12 @@ def rule(evidence: Evidence, line: LoadLine, checks: list[Check]) -> Verdict:
     if verdict.ruling is not Ruling.PASS:
         return verdict
     return _allow(evidence, line)
+
+
+def _kv_above_idle(evidence: Evidence) -> float | None:
+    """KV-cache usage after the run above that before it; rounded, so that 0.51 is 0.01 above 0.5."""
+    before, after = evidence.idle_kv_ratio(), evidence.drain.kv_cache_usage_ratio
+    return None if before is None or after is None else round(after - before, 6)
 
 
 def _allow(evidence: Evidence, line: LoadLine) -> Verdict:
@@ -136,13 +142,13 @@ def find(evidence: Evidence, line: LoadLine, t_ns: int) -> list[Finding]:
             f"{left:g} still running or waiting {drain.seconds or 0:.0f} s after the last answer",
             "look for stuck or zombie requests in the server's log",
         )
-    before, after = evidence.idle_kv_ratio(), drain.kv_cache_usage_ratio
-    if before is not None and after is not None and after - before > KV_DRAIN_TOLERANCE_RATIO:
+    above = _kv_above_idle(evidence)
+    if above is not None and above > KV_DRAIN_TOLERANCE_RATIO:
         add(
             "kv_cache_not_drained",
             Severity.CRITICAL,
             "KV cache stayed in use",
-            f"{after:.1%} after the run, {before:.1%} before it",
+            f"{drain.kv_cache_usage_ratio:.1%} after the run, {evidence.idle_kv_ratio():.1%} before it",
             "repeat the run: if it grows each time, the server leaks KV blocks",
         )
     for note in line.notes:

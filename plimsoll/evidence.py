@@ -212,6 +212,8 @@ class Evidence:
         if before and min(before) > 0:
             return f"{min(before):g} requests were running before the first of ours"
         for stage in self.stages:
+            if stage.overfull:  # more than was offered ran, but it was ours: left from a larger stage
+                continue
             most = stage.view.running.p50 if stage.view is not None else None
             if most is not None and most > stage.spec.offered:
                 return f"{most:g} requests ran while {stage.spec.offered} were offered"

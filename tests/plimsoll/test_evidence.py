@@ -387,3 +387,12 @@ def test_the_clients_cpu_is_the_median_without_its_start_up(ratios, median):
 )
 def test_a_run_ends_early_for_any_of_four_reasons(ending, early):
     assert ending.early is early
+
+
+def test_what_is_left_of_our_own_larger_stage_is_nobody_elses_traffic():
+    run = stage(offered=2)
+    gathered = evidence(run, ticks=[tick(second, requests_running=5, requests_waiting=0) for second in range(20, 31)])
+    gathered.see(run)
+    assert "5 requests ran while 2 were offered" in gathered.other_traffic()
+    run.overfull = True
+    assert gathered.other_traffic() is None
