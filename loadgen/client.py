@@ -183,9 +183,13 @@ class Endpoint:
             head += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
         return "\r\n".join([*head, "", ""]).encode("ascii") + (body or b"")
 
-    def redact(self, message: str | None) -> str | None:
+    def redact(self, message: str) -> str:
         """The message without the API key, should a server repeat it."""
-        return message.replace(self._api_key, "***") if message and self._api_key else message
+        return message.replace(self._api_key, "***") if self._api_key else message
+
+    def redact_body(self, body: bytes) -> bytes:
+        """The same of a whole answer, before anything is quoted from it."""
+        return body.replace(self._api_key.encode(), b"***") if self._api_key else body
 
     def addresses(self) -> list[tuple[int, Any]]:
         """(family, address) in order of preference; looked up once.
@@ -242,7 +246,9 @@ class Connection:
     def issue(self, spec: RequestSpec) -> RequestRecord:
         """Send one completion request and follow its stream to the end, whatever that is."""
         payload = self._endpoint.request_bytes(PATHS[spec.api], spec.body, "text/event-stream")
-        decoder, t_send_ns, gave_up = self._exchange(payload, lambda: StreamDecoder(spec.api), self._endpoint.limits)
+        decoder, t_send_ns, gave_up = self._exchange(
+            payload, lambda: StreamDecoder(spec.api, self._endpoint.redact), self._endpoint.limits
+        )
         seen = decoder.result(spec.planned_output_tokens, ignore_eos=spec.ignore_eos)
         wait = decoder.headers.get("retry-after", "")
         self.retry_after_seconds = float(wait) if wait.isascii() and wait.isdigit() else None
@@ -268,7 +274,7 @@ class Connection:
             completion_tokens=seen.completion_tokens,
             finish_reason=seen.finish_reason,
             http_status=seen.status,
-            error=self._endpoint.redact(seen.error if gave_up is None else str(gave_up)),
+            error=seen.error if gave_up is None else self._endpoint.redact(str(gave_up)),
             arrival_source="kernel" if by_kernel else "read",
             arrival_lag_us=self._lag_ns // 1000 if by_kernel else None,
         )
@@ -285,7 +291,9 @@ class Connection:
         error = gave_up.kind if gave_up is not None else whole.error or whole.http.broken
         if error is not None:
             return HttpAnswer(status=0, seconds=seconds, error=self._endpoint.redact(error))
-        return HttpAnswer(whole.http.status or 0, dict(whole.http.headers), bytes(whole.body), seconds)
+        return HttpAnswer(
+            whole.http.status or 0, dict(whole.http.headers), self._endpoint.redact_body(bytes(whole.body)), seconds
+        )
 
     def abort(self, outcome: Outcome) -> None:
         """End the request in flight with `outcome`, and any later one at once."""

@@ -137,7 +137,7 @@ def view_stage(
         overfull: whether requests of a larger stage were still in flight when the window began.
     """
     t_from_ns, t_to_ns = window
-    inside = [tick for tick in ticks if t_from_ns <= tick.t_ns <= t_to_ns]
+    inside = [tick for tick in ticks if t_from_ns <= tick.t_ns and _t_end_ns(tick) <= t_to_ns]
 
     def values(signal: str) -> list[float]:
         return [tick.values[signal] for tick in inside if signal in tick.values]
@@ -184,6 +184,11 @@ def view_stage(
         book.output_rate(t_from_ns, t_to_ns),
         seconds,
     )
+
+
+def _t_end_ns(tick: TickLike) -> int:
+    """When the scrape ended: its values were taken somewhere between, and a slow one can reach into the next stage."""
+    return tick.t_ns + round(tick.values.get("scrape_duration_seconds", 0.0) * NS)
 
 
 def _increase_across(ticks: Sequence[TickLike], signal: str, t_from_ns: int, t_to_ns: int) -> float | None:

@@ -94,6 +94,7 @@ class TokenBook:
     def __init__(self) -> None:
         self._bins: defaultdict[int, float] = defaultdict(float)
         self._prompt_bins: defaultdict[int, float] = defaultdict(float)
+        self._uncounted = 0
 
     def add(self, record: RequestRecord) -> None:
         """Book one record's tokens: each frame bears an equal share of the tokens that the server reported."""
@@ -101,7 +102,10 @@ class TokenBook:
             return
         if record.prompt_tokens is not None:
             self._prompt_bins[record.t_first_ns // BIN_NS] += record.prompt_tokens
-        if record.completion_tokens is None or record.frames == 0:
+        if record.completion_tokens is None:
+            self._uncounted += 1
+            return
+        if record.frames == 0:
             return
         share = record.completion_tokens / record.frames
         t_ns = record.t_first_ns
@@ -111,8 +115,8 @@ class TokenBook:
             self._bins[t_ns // BIN_NS] += share
 
     def output_rate(self, t_from_ns: int, t_to_ns: int) -> float | None:
-        """Output tokens per second inside the window, or None for an empty window."""
-        return self._rate(self._bins, t_from_ns, t_to_ns)
+        """Output tokens per second inside the window; None for an empty one, or when an answer came without a count."""
+        return None if self._uncounted else self._rate(self._bins, t_from_ns, t_to_ns)
 
     def prompt_rate(self, t_from_ns: int, t_to_ns: int) -> float | None:
         """Prompt tokens per second inside the window, booked at each request's first frame."""

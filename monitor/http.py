@@ -137,6 +137,8 @@ async def _ask(session: aiohttp.ClientSession, base_url: str, request: HttpReque
             max_redirects=3,
         ) as response:
             body = await _read_capped(response)
+            if body is not None:
+                body = _redact(session, body)
             headers = {name.lower(): value for name, value in response.headers.items()}
             seconds = time.monotonic() - started_s
             if body is None:
@@ -146,6 +148,12 @@ async def _ask(session: aiohttp.ClientSession, base_url: str, request: HttpReque
     # ValueError and RuntimeError: an address that only the resolver or the connector finds unusable.
     except (aiohttp.ClientError, OSError, ValueError, RuntimeError) as error:
         return HttpAnswer(0, seconds=time.monotonic() - started_s, error=_reason(error))
+
+
+def _redact(session: aiohttp.ClientSession, body: bytes) -> bytes:
+    """The body without our key, should a server repeat it: what is quoted from an answer must never show it."""
+    key = session.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+    return body.replace(key, b"***") if key and key in body else body
 
 
 async def _read_capped(response: aiohttp.ClientResponse) -> bytes | None:

@@ -11,8 +11,9 @@ import json
 import os
 import sys
 from importlib.metadata import version
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
+from plimsoll.report import clean
 from serving.errors import ConfigError, PlimsollError
 
 __all__ = ["COMMANDS", "EXIT_CODES", "main"]
@@ -52,9 +53,10 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        _complain(f"there is no command '{name}'{hint} `plimsoll --help` lists them", None, 2)
+        _complain(f"there is no command '{name}'{hint or ';'} `plimsoll --help` lists them", None, 2)
         return 2
-    schema = f"plimsoll.{name}/1" if "--json" in words else None
+    # A demo is a stress run, and its document is one.
+    schema = f"plimsoll.{'stress' if name == 'demo' else name}/1" if "--json" in words else None
     try:
         module = importlib.import_module(f"plimsoll.{name}")
         parser = _Parser(
@@ -115,11 +117,19 @@ def _overview() -> str:
 
 def _complain(message: str, schema: str | None, code: int) -> None:
     """One line for people on stderr, and one document for programs on stdout when they asked for one."""
-    print(f"plimsoll: error: {message}", file=sys.stderr)
     if schema is not None:
         kind = "configuration" if code == ConfigError.exit_code else "interrupted" if code == INTERRUPTED else "error"
         document = {"schema": schema, "verdict": None, "error": {"kind": kind, "message": message}, "exit_code": code}
-        print(json.dumps(document, allow_nan=False))
+        _write(json.dumps(document, allow_nan=False), sys.stdout)
+    _write(f"plimsoll: error: {clean(message)}", sys.stderr)
+
+
+def _write(line: str, stream: TextIO) -> None:
+    """Print and flush; that nobody reads it, or the disk is full, must not change the exit code."""
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

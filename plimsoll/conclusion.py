@@ -169,14 +169,23 @@ def find(evidence: Evidence, line: LoadLine, t_ns: int) -> list[Finding]:
 def _find_token_faults(evidence: Evidence, add: Any) -> None:
     client, server = evidence.client_tokens, evidence.server_tokens()
     all_ok = not any(count for outcome, count in evidence.outcomes.items() if outcome is not Outcome.OK)
-    if server is not None and client != server and all_ok and not evidence.ending.early:
+    counted = not evidence.without_usage
+    if server is not None and client != server and all_ok and counted and not evidence.ending.early:
         add(
             "tokens_differ",
             Severity.WARNING,
             "client and server count different tokens",
             f"client {client:,}, server {server:,}",
-            "another client was using the server, or it miscounts: measure on an idle server",
+            "another client was using the server, its counter stood still, or its usage is wrong: trust neither yet",
         )
+    for name, count, title, advice in (
+        ("no_usage", evidence.without_usage, "answers without token counts", "have the server send usage in streams"),
+        ("no_text", evidence.without_text, "answers without any text", "look at what the server sends"),
+        ("long_answers", evidence.too_long, "answers longer than asked", "the server does not keep to max_tokens"),
+    ):
+        if count:
+            seen = f"{count} of {evidence.outcomes.total()} answers"
+            add(name, Severity.WARNING, title, seen, advice)
     unfinished = evidence.outcomes[Outcome.UNFINISHED]
     if unfinished and not evidence.ending.early:
         add(
@@ -245,7 +254,7 @@ def document(evidence: Evidence, line: LoadLine, *, run: str, t_ns: int, slo_exa
         "stages": [_stage(stage, evidence.book) for stage in seen],
         "client": _client(evidence),
         "tokens": {
-            "client_completion": evidence.client_tokens,
+            "client_completion": None if evidence.without_usage else evidence.client_tokens,
             "server_completion": evidence.server_tokens(),
             "wasted": evidence.wasted_tokens,
         },
@@ -294,6 +303,8 @@ def _failure(line: LoadLine, checks: str) -> str:
     """A failed run in one sentence; what binds comes before what else failed."""
     if line.limit_in_effect is False:
         return f"the configured limit of {line.configured} is not in effect: more ran at once ({line.evidence})"
+    if line.measured is None and line.configured is not None:
+        return f"not even the smallest stage held: {line.evidence}"
     if line.configured is None or line.measured is None or line.measured >= line.configured:
         return checks
     holds = {

@@ -41,8 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.simulated:
         raise ConfigError("--simulated: this version has no simulated engine yet; leave it out to use real llama.cpp")
     find_workload(arguments.workload)
+    if arguments.out is not None and not str(arguments.out).strip("."):
+        raise ConfigError("--out names no folder; give one, or leave it out")
     folder = arguments.out or Path("runs") / f"demo-{datetime.now(UTC):%Y-%m-%dT%H-%M-%SZ}"
-    if (folder / "run.db").exists():
+    if (folder / "run.db").exists() or (folder / "engine.log").exists():
         raise ConfigError(f"{folder} holds a demo already; name another folder with --out")
     console = Console(stderr=True)
     console.print(f"starting a real llama.cpp server with {SLOTS} slots and a tiny model made on the spot", style="dim")

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from monitor.gpu import gpu_reader
 from monitor.http import converse, open_session, parse_url
+from plimsoll.report import clean
 from serving.engines import probe
 from serving.errors import PlimsollError
 
@@ -136,13 +138,17 @@ def _render(document: dict[str, Any], console: Console) -> None:
     table.add_row("open files", f"{limit['soft']} (hard limit {limit['hard']}){advice}")
     for target in document["targets"]:
         if target["problem"]:
-            table.add_row("target", f"[red]{target['problem']}[/]")
+            table.add_row("target", f"[red]{escape(clean(target['problem']))}[/]")
         else:
             engine = " ".join(str(part) for part in (target["engine"], target["version"]) if part)
             limit_text = target["max_running_requests"] or "not told"
             table.add_row(
                 "target",
-                f"{target['url']}: {engine}, model {target['model']}, context {target['context_tokens']} tokens, "
-                f"batch limit {limit_text}",
+                escape(
+                    clean(
+                        f"{target['url']}: {engine}, model {target['model']}, context {target['context_tokens']} "
+                        f"tokens, batch limit {limit_text}"
+                    )
+                ),
             )
     console.print(table)

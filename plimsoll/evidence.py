@@ -25,6 +25,7 @@ SEND_LAG_ALLOWANCE = 3
 """So many late requests are an incident, however few there were in all; beyond that it is one in a hundred."""
 CPU_LIMIT_RATIO = 0.9
 SILENCE_LIMIT_SECONDS = 5.0
+STANDSTILL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,11 @@ class Evidence:
     arrival_sources: set[str] = field(default_factory=set)
     client_error: str | None = None
     client_tokens: int = 0
+    without_usage: int = 0
+    """Good answers without token counts: what was generated is not known."""
+    without_text: int = 0
+    too_long: int = 0
+    """Answers with more tokens than were asked for."""
     wasted_tokens: int = 0
     e2e_max_seconds: float = 0.0
     t_traffic_ns: int = 0
@@ -138,6 +144,9 @@ class Evidence:
         self.outcomes[record.outcome] += 1
         self.book.add(record)
         self.client_tokens += record.completion_tokens or 0
+        self.without_usage += record.outcome in GOOD and record.completion_tokens is None
+        self.without_text += record.outcome in GOOD and record.frames == 0
+        self.too_long += (record.completion_tokens or 0) > record.planned_output_tokens
         self.t_last_end_ns = max(self.t_last_end_ns, record.t_end_ns)
         if record.outcome in GOOD:
             self.t_last_good_ns = max(self.t_last_good_ns, record.t_end_ns)
@@ -197,6 +206,9 @@ class Evidence:
         heard = [health for health in self.health if t_from_ns <= health.t_ns <= t_to_ns]
         if not heard and (t_to_ns - t_from_ns) / NS > SILENCE_LIMIT_SECONDS:
             return "the load generator's process did not report"
+        longest = max((health.loop_lag_max_seconds for health in heard), default=0.0)
+        if longest > STANDSTILL_SECONDS:
+            return f"the load generator stood still for {longest:.1f} s"
         busy = sorted(health.cpu_ratio for health in heard)
         if len(busy) >= 3 and busy[len(busy) // 2] > CPU_LIMIT_RATIO:
             return f"the load generator used {busy[len(busy) // 2]:.0%} of its core"

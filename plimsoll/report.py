@@ -9,10 +9,17 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-__all__ = ["figure", "render_stress", "seconds"]
+__all__ = ["clean", "figure", "render_stress", "seconds"]
 
 _COLOURS = {"pass": "green", "fail": "red", "inconclusive": "yellow"}
 _FAILURES = ("short", "truncated", "stream_error", "http_error", "timeout", "client_error", "cancelled", "unfinished")
+
+
+def clean(text: str) -> str:
+    """Text from a server, made safe for a terminal: one line, no control characters, nothing that cannot be encoded."""
+    one_line = " ".join(text.split())
+    printable = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in one_line)
+    return printable.encode("utf-8", "replace").decode("utf-8")
 
 
 def figure(value: float | None, *, digits: int = 3) -> str:
@@ -93,7 +100,7 @@ def _summary(document: Mapping[str, Any]) -> Group:
     rows.add_column()
 
     def add(name: str, text: str) -> None:
-        rows.add_row(name, escape(text))
+        rows.add_row(name, escape(clean(text)))
 
     add("load line", f"{measured} ({configured}), bound by {line['bound_by']}")
     add("evidence", line["evidence"])
@@ -103,7 +110,7 @@ def _summary(document: Mapping[str, Any]) -> Group:
     if slo is not None and slo["measured"] is not None:
         add("SLO line", f"{slo['measured']} ({slo['workload']})" + (f"; {slo['bound_by']}" if slo["bound_by"] else ""))
     tokens = document["tokens"]
-    if tokens["server_completion"] is not None:
+    if tokens["server_completion"] is not None and tokens["client_completion"] is not None:
         same = "equal" if tokens["client_completion"] == tokens["server_completion"] else "differ"
         cut = sum(stage["requests"][name] for stage in document["stages"] for name in _FAILURES if name != "short")
         if same == "differ" and cut:
@@ -113,14 +120,8 @@ def _summary(document: Mapping[str, Any]) -> Group:
             f"client {tokens['client_completion']:,}, server {tokens['server_completion']:,}: {same}"
             + (f"; {tokens['wasted']:,} wasted on failed requests" if tokens["wasted"] else ""),
         )
-    client = document["client"]
-    lag = client["arrival_lag_seconds"]
-    add(
-        "client",
-        f"{'valid' if client['valid'] else 'NOT VALID'}: requests left at most "
-        f"{seconds(client['send_lag_seconds']['max'])} late, frames were read at most {seconds(lag['max'])} after they "
-        f"arrived ({lag['source']} stamps), CPU {percent(client['cpu_ratio'])}",
-    )
+    if document["client"] is not None:
+        add("client", _client_sentence(document["client"]))
     drain = document["drain"]
     if drain is not None and drain["seconds"] is not None:
         add(
@@ -131,5 +132,15 @@ def _summary(document: Mapping[str, Any]) -> Group:
     add("target", f"{target['url']}  {engine}  {target['model']}")
     add("run file", str(document["run"]))
     for finding in document["findings"]:
-        rows.add_row(f"[yellow]{finding['severity']}[/]", escape(f"{finding['title']}: {finding['evidence']}"))
+        rows.add_row(f"[yellow]{finding['severity']}[/]", escape(clean(f"{finding['title']}: {finding['evidence']}")))
     return Group(rows)
+
+
+def _client_sentence(client: Mapping[str, Any]) -> str:
+    if not client["valid"]:
+        return f"NOT VALID: {client['problem']}"
+    lag = client["arrival_lag_seconds"]
+    return (
+        f"valid: requests left at most {seconds(client['send_lag_seconds']['max'])} late, frames were read at most "
+        f"{seconds(lag['max'])} after they arrived ({lag['source']} stamps), CPU {percent(client['cpu_ratio'])}"
+    )

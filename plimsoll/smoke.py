@@ -7,8 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from monitor.http import converse, open_session, parse_url
+from plimsoll.report import clean
 from serving.engines import probe
 from serving.smoke import smoke
 
@@ -33,8 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(result, allow_nan=False))
     else:
         good = result["verdict"] == "pass"
-        Console().print(
-            f"[{'green' if good else 'red'}]{result['verdict']}[/]  {result['target']['url']}  {result['reason']}"
+        Console(soft_wrap=True).print(
+            f"[{'green' if good else 'red'}]{result['verdict']}[/]  {result['target']['url']}  "
+            + escape(clean(result["reason"])),
+            highlight=False,
         )
     return 0 if result["verdict"] == "pass" else 1
 

@@ -39,12 +39,12 @@ from monitor.process import ServerProcesses, process_exists
 from monitor.sampler import Sampler, Tick, target_reader
 from plimsoll.conclusion import document, interrupted_document
 from plimsoll.evidence import Drain, Evidence, Prepared, StageRun
-from plimsoll.report import render_stress
+from plimsoll.report import clean, render_stress
 from serving.clock import NS, SystemClock
 from serving.engines import ENGINES, TargetFacts, probe, startup_facts
 from serving.errors import ConfigError, TargetError
 from serving.records import Event, RequestRecord, Stage
-from serving.settings import read_settings
+from serving.settings import Settings, read_settings
 from serving.smoke import smoke
 
 __all__ = ["EXAMPLES", "StressOptions", "add_arguments", "execute", "finish", "run"]
@@ -57,6 +57,7 @@ EXAMPLES = """examples:
 An API key is read from PLIMSOLL_API_KEY and kept out of every file. Ctrl-C ends the run early with a partial result."""
 
 MAX_BATCH = 4096
+LOG_HEAD_BYTES = 64 * 2**20
 DRIVER_LIMIT_SECONDS = 20.0
 REFUSED_TICKS = 3
 """Scrapes refused in a row after which the server is taken to be dead."""
@@ -121,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ceiling", type=_limit, default=256, metavar="N", help="where a search without a limit ends (default: 256)"
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of prompts and lengths (default: 1)")
-    parser.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="sampling interval (default: 1 s)")
+    parser.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="sampling interval (default: 1 s)")
     parser.add_argument("--gpu", default="auto", metavar="G", help="auto, nvml, none, or the URL of a DCGM exporter")
     parser.add_argument(
         "--pid", type=int, metavar="PID", help="the server's process (default: found by its port on this host)"
@@ -165,9 +166,16 @@ def finish(result: dict[str, Any], *, as_json: bool) -> int:
             print(json.dumps(result, allow_nan=False), flush=True)
         else:
             render_stress(result, Console())
-    except BrokenPipeError:
-        # The reader went away, as `head` does; what the run found out still counts.
+        sys.stdout.flush()
+    except OSError as error:
+        # The reader went away, as `head` does, or the disk behind stdout is full; what the run found out still counts.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            with contextlib.suppress(OSError):
+                print(
+                    f"plimsoll: cannot write to stdout: {error.strerror}; the result is in the run file",
+                    file=sys.stderr,
+                )
     code: int = result["exit_code"]
     return code
 
@@ -235,15 +243,18 @@ class _StressRun:
         options = self.options
         base = parse_url(options.url)
         _require_writable(self.path)
+        settings = None if options.settings is None else read_settings(_regular(options.settings, "--settings"))
+        log = None if options.log is None else _read_head(_regular(options.log, "--log"))
         await gpu_reader(options.gpu).close()
         if options.pid is not None and not process_exists(options.pid):
             raise ConfigError(f"--pid {options.pid}: there is no such process on this host; leave it out to find it")
         for note in base.notes:
             self._say(note)
-        facts = self._learn_from_files(await converse(session, base.text, probe(options.model, where=base.text)))
+        facts = await converse(session, base.text, probe(options.model, where=base.text))
+        facts = self._learn_from_files(facts, settings, log)
         for note in facts.notes:
             self._say(note)
-        limit, source = self._find_limit(facts)
+        limit, source = self._find_limit(facts, settings)
         workload = self.workload.scaled(
             facts.context_tokens, prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens
         )
@@ -263,20 +274,18 @@ class _StressRun:
         )
         return Prepared(base, facts, answer.api, calibration, workload, limit, source)
 
-    def _learn_from_files(self, facts: TargetFacts) -> TargetFacts:
+    def _learn_from_files(self, facts: TargetFacts, settings: Settings | None, log: str | None) -> TargetFacts:
         """What the start-up log and the settings file say that HTTP does not."""
         options = self.options
-        if options.settings is not None:
-            capacity = read_settings(options.settings).kv_cache_capacity_tokens
+        if settings is not None:
+            if settings.engine not in (None, facts.engine):
+                raise ConfigError(f"{settings.where('engine')}: says {settings.engine}, the server is {facts.engine}")
+            capacity = settings.kv_cache_capacity_tokens
             if capacity is not None and facts.kv_cache_capacity_tokens is None:
                 facts = replace(facts, kv_cache_capacity_tokens=capacity, notes=())
-        if options.log is None:
+        if log is None:
             return facts
-        try:
-            text = options.log.read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise ConfigError(f"--log {options.log}: {error.strerror}") from None
-        logged = startup_facts(ENGINES[facts.engine], text)
+        logged = startup_facts(ENGINES[facts.engine], log)
         if not logged:
             raise ConfigError(f"--log {options.log}: no start-up line of {facts.engine} in it; is it the right log?")
         if "max_running_requests" in logged:
@@ -287,11 +296,11 @@ class _StressRun:
             facts = replace(facts, kv_cache_capacity_tokens=logged["kv_cache_capacity_tokens"], notes=())
         return facts
 
-    def _find_limit(self, facts: TargetFacts) -> tuple[int | None, str]:
+    def _find_limit(self, facts: TargetFacts, settings: Settings | None) -> tuple[int | None, str]:
         """The batch limit to prove, and where it was read."""
         options = self.options
-        if options.settings is not None:
-            limit, source = read_settings(options.settings).max_batch_size, str(options.settings)
+        if settings is not None:
+            limit, source = settings.max_batch_size, settings.where("max_batch_size")
             if limit is None:
                 raise ConfigError(f"{source}: no max_batch_size in it; add the line, or give --max-batch instead")
         elif options.max_batch is not None:
@@ -634,7 +643,7 @@ class _StressRun:
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads it any more, but the run goes on
-            self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+            self.console.print(clean(text), style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def _show(
         self, progress: Progress, bar: TaskID, spec: StageSpec, done: int, total: int
@@ -692,6 +701,24 @@ def _require_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: no permission in {folder}; name another file with --out")
 
 
+def _regular(path: Path, option: str) -> Path:
+    """Refuse what is no file: reading a pipe or a device may never end."""
+    if not path.exists():
+        raise ConfigError(f"{option} {path}: there is no such file")
+    if not path.is_file():
+        raise ConfigError(f"{option} {path}: not a regular file")
+    return path
+
+
+def _read_head(path: Path) -> str:
+    """The beginning of a log, where a start is told; logs of a long life are large."""
+    try:
+        with path.open("rb") as log:
+            return log.read(LOG_HEAD_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        raise ConfigError(f"--log {path}: {error.strerror}") from None
+
+
 def _plain(value: Any) -> Any:
     """The value as JSON can hold it."""
     if isinstance(value, dict):
@@ -708,6 +735,13 @@ def _count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if not 1 <= value <= 10_000_000:
         raise argparse.ArgumentTypeError(f"{value} is not above 0" if value < 1 else f"{value} is absurd")
+    return value
+
+
+def _interval(text: str) -> float:
+    value = _seconds(text)
+    if not 0.05 <= value <= 60:
+        raise argparse.ArgumentTypeError(f"{text!r} is outside 0.05 to 60 seconds")
     return value
 
 

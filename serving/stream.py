@@ -8,7 +8,7 @@ The text itself is looked at and dropped: only times and counts are kept.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -213,10 +213,12 @@ class StreamDecoder:
 
     Args:
         api: which of the two request forms was used.
+        redact: takes secrets out of a message that the server sent.
     """
 
-    def __init__(self, api: Api = "chat") -> None:
+    def __init__(self, api: Api = "chat", redact: Callable[[str], str] = str) -> None:
         self._api = api
+        self._redact = redact
         self._http = HttpDecoder()
         self._streams = False
         self._body = b""
@@ -321,7 +323,8 @@ class StreamDecoder:
             cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else None,
             completion_tokens=completion_tokens,
             finish_reason=self._finish_reason,
-            error=None if error is None else error[:_MESSAGE_LIMIT],
+            # Cut only after a secret was taken out, or the part before the cut would stay.
+            error=None if error is None else self._redact(error)[:_MESSAGE_LIMIT],
             server_prompt_seconds=_seconds(self._timings.get("prompt_ms")),
             server_decode_seconds=_seconds(self._timings.get("predicted_ms")),
         )

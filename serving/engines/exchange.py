@@ -158,7 +158,10 @@ def startup_facts(engine: Engine, log_text: str) -> dict[str, int]:
 
     What the log does not state is absent. Log text is no API: the figures of the last start in the log are taken.
     """
-    return engine.dialect.read_log(log_text)
+    try:
+        return engine.dialect.read_log(log_text)
+    except ValueError:  # a figure of thousands of digits: no log of a server
+        return {}
 
 
 _KEY_ADVICE = "set PLIMSOLL_API_KEY to a key that the target accepts"

@@ -223,3 +223,9 @@ def test_a_window_is_judged_by_what_ended_in_it_and_not_by_what_its_stage_issued
     flags = {"client_valid": True, "server_died": False, "overfull": False}
     seen = view_stage(4, [], WINDOW, tally, book, failures, **flags).observation
     assert (seen.outcomes, seen.first_error) == ({Outcome.TIMEOUT: 3}, "of an earlier one")
+
+
+def test_a_scrape_that_reaches_into_the_next_stage_is_no_sample_of_this_one():
+    slow = tick(19, requests_running=9, requests_waiting=0, scrape_duration_seconds=1.5)
+    quick = tick(18, requests_running=4, requests_waiting=0, scrape_duration_seconds=0.5)
+    assert view([quick, slow]).running.max == 4

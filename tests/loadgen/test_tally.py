@@ -321,7 +321,7 @@ def test_prompts_are_booked_whole_at_their_first_frame():
     at = 10 * NS + 200 * MS
     assert book.prompt_rate(at, at + 100 * MS) == pytest.approx(200 / 0.1)
     assert (book.prompt_rate(0, at), book.prompt_rate(at + 100 * MS, 20 * NS), book.prompt_rate(at, at)) == (0, 0, None)
-    assert book.output_rate(0, 20 * NS) == pytest.approx(2 * 7 / 20)
+    assert book.output_rate(0, 20 * NS) is None, "one good answer came without a count"
 
 
 def test_a_short_answer_is_booked():

@@ -228,11 +228,13 @@ async def test_an_answer_over_the_cap_is_cut_off(monkeypatch: pytest.MonkeyPatch
 
 async def test_the_api_key_goes_to_the_target_and_to_no_one_else(monkeypatch: pytest.MonkeyPatch) -> None:
     async def reveal(request: web.Request) -> web.Response:
-        return web.Response(text=request.headers.get("Authorization", "none"))
+        sent = request.headers.get("Authorization", "none")
+        return web.Response(text=f"{sent} {sent[::-1]}" if sent != "none" else "none")
 
     monkeypatch.setenv("PLIMSOLL_API_KEY", " sk-test \n")
     async with served(reveal) as base_url:
-        assert (await ask(base_url)).text() == "Bearer sk-test"
+        # It arrived (backwards it is not recognised), and a server that repeats it is not quoted with it.
+        assert (await ask(base_url)).text() == f"Bearer *** {'Bearer sk-test'[::-1]}"
         async with open_session(authorized=False) as session:
             assert (await converse(session, base_url, one(HttpRequest("/")))).text() == "none"
         monkeypatch.delenv("PLIMSOLL_API_KEY")

@@ -1,14 +1,17 @@
 """The command line says what is wrong, where, and what to do; and the exit code is the contract's."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from plimsoll.cli import COMMANDS, main
+from plimsoll.conclusion import interrupted_document
 from plimsoll.stress import finish
 
 MODELS = {"object": "list", "data": [{"id": "hy3", "object": "model", "owned_by": "vllm", "max_model_len": 2048}]}
@@ -266,6 +269,76 @@ def test_a_url_that_cannot_be_used(capsys, tmp_path, url):
     code, text, _ = stress(capsys, tmp_path, url)
     assert code == 2
     assert "secret" not in text
+
+
+SECRET = "sk-0123456789abcdef"
+
+
+@pytest.mark.parametrize("words", [["smoke"], ["stress", "--json"]])
+def test_a_key_that_the_server_repeats_is_never_printed(capsys, serve, monkeypatch, words):
+    monkeypatch.setenv("PLIMSOLL_API_KEY", SECRET)
+    pages = vllm_pages(**{"/v1/chat/completions": answer({"error": {"message": f"bad key Bearer {SECRET} here"}}, 400)})
+    assert main([words[0], serve(pages), *words[1:]]) in (1, 4)
+    captured = capsys.readouterr()
+    assert "bad key" in captured.out + captured.err
+    assert SECRET not in captured.out + captured.err
+
+
+def test_what_a_server_says_cannot_speak_to_the_terminal(capsys, serve):
+    nasty = {"error": {"message": "a [/red] b \x1b[31m c\x07\nd \ud800 e"}}
+    assert main(["smoke", serve(vllm_pages(**{"/v1/chat/completions": answer(nasty, 500)}))]) == 1
+    printed = capsys.readouterr().out
+    assert "[/red]" in printed
+    assert not set("\x1b\x07") & set(printed)
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--log", "--settings"])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(capsys, tmp_path, closed_url, option):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    code, text, _ = stress(capsys, tmp_path, closed_url, option, str(pipe))
+    assert code == 2
+    assert "not a regular file" in text
+
+
+def test_settings_of_another_engine_are_refused(capsys, tmp_path, serve):
+    settings = tmp_path / "serving.yaml"
+    settings.write_text("engine: llamacpp\nmax_batch_size: 8\n")
+    code, text, _ = stress(capsys, tmp_path, serve(vllm_pages()), "--settings", str(settings))
+    assert code == 2
+    assert f"{settings}:1" in text
+
+
+def test_a_log_with_an_endless_figure_is_no_log(capsys, tmp_path, serve):
+    log = tmp_path / "x.log"
+    log.write_text(f"'max_num_seqs': {'9' * 5000}\n")
+    code, text, _ = stress(capsys, tmp_path, serve(vllm_pages()), "--log", str(log))
+    assert code == 2
+    assert "right log" in text
+
+
+def test_an_interrupted_preflight_is_rendered_too(capsys):
+    workload = {"name": "interactive", "prompt_tokens": 1, "output_tokens": 1, "seed": 1}
+    assert finish(interrupted_document(run="r.db", url="http://x", workload=workload), as_json=False) == 130
+    assert "interrupted" in capsys.readouterr().out
+
+
+def test_a_full_disk_behind_stdout_does_not_change_the_verdict():
+    script = "import sys; from plimsoll.stress import finish; sys.exit(finish({'exit_code': 3, 'schema': 'x'}, as_json=True))"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 3
+    assert "No space left" in done.stderr
+
+
+def test_an_error_keeps_its_exit_code_whoever_reads():
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "plimsoll", "smoke", "ftp://x", "--json"]
+        done = subprocess.run(command, stdout=full, stderr=full, check=False)
+    assert done.returncode == 2
 
 
 def test_smoke_of_nobody(capsys, closed_url):

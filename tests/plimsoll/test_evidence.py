@@ -396,3 +396,13 @@ def test_what_is_left_of_our_own_larger_stage_is_nobody_elses_traffic():
     assert "5 requests ran while 2 were offered" in gathered.other_traffic()
     run.overfull = True
     assert gathered.other_traffic() is None
+
+
+def test_a_load_generator_that_stood_still_is_no_judge():
+    run = stage()
+    gathered = evidence(run, ticks=[tick(second, requests_running=4, requests_waiting=0) for second in range(20, 31)])
+    for second in range(20, 31):
+        longest = 3.0 if second == 25 else 0.01
+        gathered.health.append(ClientHealth(second * NS, 1.0, 0.1, 0.001, longest, 0.0, 0.0))
+    gathered.see(run)
+    assert "stood still for 3.0 s" in gathered.client_problem()

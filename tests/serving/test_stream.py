@@ -489,3 +489,14 @@ def test_a_change_of_protocol_is_no_interim_answer():
     decoder = HttpDecoder()
     decoder.feed(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\n\r\n")
     assert (decoder.complete, decoder.status) == (True, 101)
+
+
+def test_a_secret_is_taken_out_before_a_message_is_cut():
+    secret = "sk-0123456789"
+    body = '{"error": {"message": "' + "x" * 290 + secret + '"}}'
+    head = f"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    decoder = StreamDecoder("chat", lambda text: text.replace(secret, "***"))
+    decoder.feed((head + body).encode(), 1)
+    error = decoder.result().error
+    assert "sk-" not in error
+    assert len(error) <= 300
