@@ -68,8 +68,21 @@ class Rule(Protocol):
         ...
 
 
+class _Patient:
+    """What all rules share: how long their condition must last, and be gone, are two of their parameters."""
+
+    __slots__ = ()
+    for_s: float
+    keep_firing_for_s: float
+
+    @property
+    def patience(self) -> Patience:
+        """How long the condition must last and be gone."""
+        return Patience(self.for_s, self.keep_firing_for_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOnlyGrows:
+class MemoryOnlyGrows(_Patient):
     """Memory of the server that rises, never falls back, and has no load to excuse it.
 
     Method: the window (the epoch after its warm-up, at most `window_s` of it) is cut into 12 equal blocks, and the
@@ -108,11 +121,6 @@ class MemoryOnlyGrows:
     fall_ratio: float = 0.1
     for_s: float = 300.0
     keep_firing_for_s: float = 1800.0
-
-    @property
-    def patience(self) -> Patience:
-        """How long the condition must last and be gone."""
-        return Patience(self.for_s, self.keep_firing_for_s)
 
     def look(self, past: Past, t_ns: int) -> Look:
         """Evaluate at `t_ns`."""
@@ -196,7 +204,7 @@ class MemoryOnlyGrows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeSpeedDown:
+class DecodeSpeedDown(_Patient):
     """Tokens per second of one request, now against the first half hour after the start, at similar load.
 
     Method: speed is the increase of `generation_tokens_total` divided by the time integral of `requests_running`.
@@ -231,11 +239,6 @@ class DecodeSpeedDown:
     load_ratio: float = 0.25
     for_s: float = 300.0
     keep_firing_for_s: float = 600.0
-
-    @property
-    def patience(self) -> Patience:
-        """How long the condition must last and be gone."""
-        return Patience(self.for_s, self.keep_firing_for_s)
 
     def look(self, past: Past, t_ns: int) -> Look:
         """Evaluate at `t_ns`."""
@@ -290,7 +293,7 @@ class DecodeSpeedDown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartCuredIt:
+class RestartCuredIt(_Patient):
     """A restart after which memory is lower or decoding faster than in the half hour before it.
 
     Method: for each restart of the last `report_s`, the `compare_s` before it are compared with the `compare_s` that
@@ -327,11 +330,6 @@ class RestartCuredIt:
     load_ratio: float = 0.25
     for_s: float = 0.0
     keep_firing_for_s: float = 0.0
-
-    @property
-    def patience(self) -> Patience:
-        """How long the condition must last and be gone."""
-        return Patience(self.for_s, self.keep_firing_for_s)
 
     def look(self, past: Past, t_ns: int) -> Look:
         """Evaluate at `t_ns`."""

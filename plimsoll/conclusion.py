@@ -30,10 +30,12 @@ def check(evidence: Evidence, line: LoadLine) -> list[Check]:
     samples = sum(view.running.samples for view in views)
     checks = []
     if line.configured is not None:
-        measured = float(line.measured or 0) if views else None
+        # Where nothing held the line is 0; where nothing was seen it is not known.
+        seen = bool(views) and not (line.measured is None and line.bound_by is BoundBy.UNKNOWN)
+        measured = float(line.measured or 0) if seen else None
         checks.append(compare("load_line", measured, ">=", line.configured, "requests", samples=samples))
         if line.limit_in_effect is not None:
-            most = max((view.running.p50 or 0.0 for view in views), default=0.0)
+            most = max((view.running.p50 for view in views if view.running.p50 is not None), default=None)
             checks.append(compare("limit_in_effect", most, "<=", line.configured, "requests at once", samples=samples))
     deaths = 0 if evidence.ending.server_died is None else 1
     checks.append(compare("server_survived", deaths, "==", 0, "deaths", samples=1))

@@ -484,9 +484,7 @@ class _StressRun:
 
         def idle() -> bool:
             tick = latest()
-            return tick is not None and not (
-                tick.values.get("requests_running", 0) or tick.values.get("requests_waiting", 0)
-            )
+            return tick is not None and tick.values.get("requests_running") == tick.values.get("requests_waiting") == 0
 
         await self._wait(idle, limit_seconds=DRAIN_LIMIT_SECONDS)
         seconds = (self.clock.now_ns() - began_ns) / NS

@@ -866,3 +866,12 @@ def test_check_and_finding_agree_at_the_edge_of_the_kv_tolerance():
     evidence.drain = Drain(0.0, 0.0, 0.51, 1.0)
     assert ruled(evidence, line).ruling is Ruling.PASS
     assert "kv_cache_not_drained" not in {finding.rule for finding in find(evidence, line, T0)}
+
+
+def test_a_line_that_was_not_seen_is_null_and_one_that_did_not_hold_is_0():
+    evidence, line = modelled_run()
+    unseen = dataclasses.replace(line, measured=None, bound_by=BoundBy.UNKNOWN, limit_in_effect=None)
+    broken = dataclasses.replace(unseen, bound_by=BoundBy.ERRORS)
+    assert (check(evidence, unseen)[0].value, check(evidence, unseen)[0].outcome) == (None, Ruling.INCONCLUSIVE)
+    assert (check(evidence, broken)[0].value, check(evidence, broken)[0].outcome) == (0.0, Ruling.FAIL)
+    assert ruled(evidence, unseen).ruling is Ruling.INCONCLUSIVE

@@ -418,9 +418,16 @@ def test_no_bytes_at_all_make_the_decoder_raise(noise):
 )
 @settings(max_examples=400, deadline=None)
 def test_no_json_makes_the_decoder_raise(document):
-    decode(answer(document))
-    decode(answer({"choices": document, "usage": document, "timings": document}), api="completions")
-    decode(answer({"choices": [document, {"delta": document, "index": document, "finish_reason": document}]}))
+    nested = {"choices": [document, {"delta": document, "index": document, "finish_reason": document}]}
+    for result in (
+        decode(answer(document)),
+        decode(answer({"choices": document, "usage": document, "timings": document}), api="completions"),
+        decode(answer(nested)),
+    ):
+        assert result.outcome in (Outcome.OK, Outcome.TRUNCATED, Outcome.STREAM_ERROR)
+        assert (result.frames == 0) is (result.t_first_ns is None)
+        assert len(result.gaps_us) == max(0, result.frames - 1)
+        assert (result.error is None) is (result.outcome is Outcome.OK)
 
 
 def test_the_http_decoder_gives_the_body_of_any_answer():
