@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean, median
 
-from serving.records import Outcome
+from serving.records import GOOD, Outcome
 
 __all__ = [
     "MAX_CEILING",
@@ -120,7 +120,7 @@ class StageObservation:
     @property
     def answered(self) -> int:
         """Requests of this stage that ended well."""
-        return sum(self.outcomes.get(outcome, 0) for outcome in (Outcome.OK, Outcome.SHORT))
+        return sum(self.outcomes.get(outcome, 0) for outcome in GOOD)
 
     @property
     def failed(self) -> int:

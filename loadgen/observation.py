@@ -3,16 +3,16 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean, median
 from typing import Protocol
 
 from loadgen.load_line import FAILED, StageObservation
-from loadgen.tally import GOOD, StageTally, TokenBook
+from loadgen.tally import StageTally, TokenBook
 from serving.clock import NS
-from serving.records import Outcome, RequestRecord
+from serving.records import GOOD, Outcome, RequestRecord
+from serving.signals import Series, increase
 
-__all__ = ["Gauge", "StageView", "TickLike", "WindowLedger", "counter_increase", "gauge", "view_stage"]
+__all__ = ["Gauge", "StageView", "TickLike", "WindowLedger", "gauge", "growth_of", "view_stage"]
 
 
 class TickLike(Protocol):
@@ -72,14 +72,11 @@ def gauge(values: Sequence[float]) -> Gauge:
     return Gauge(median(values), fmean(values), max(values), len(values))
 
 
-def counter_increase(values: Sequence[float]) -> float | None:
-    """Growth of a counter over its samples, read through resets: a fall means that it began again at zero."""
-    if len(values) < 2:
-        return None
-    total = 0.0
-    for before, after in pairwise(values):
-        total += after - before if after >= before else after
-    return total
+def growth_of(signal: str, ticks: Sequence[TickLike]) -> float | None:
+    """How much a counter grew over these ticks, read through resets; None where fewer than two of them have it."""
+    told = [tick for tick in ticks if signal in tick.values]
+    times, values = tuple(tick.t_ns for tick in told), tuple(tick.values[signal] for tick in told)
+    return increase(Series(signal, times, values))
 
 
 class WindowLedger:
@@ -197,4 +194,4 @@ def _increase_across(ticks: Sequence[TickLike], signal: str, t_from_ns: int, t_t
     before = [tick for tick in told if tick.t_ns <= t_from_ns][-1:]
     inside = [tick for tick in told if t_from_ns < tick.t_ns <= t_to_ns]
     after = [tick for tick in told if tick.t_ns > t_to_ns][:1]
-    return counter_increase([tick.values[signal] for tick in (*before, *inside, *after)])
+    return growth_of(signal, (*before, *inside, *after))

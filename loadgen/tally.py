@@ -11,13 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from serving.clock import NS
-from serving.records import Outcome, RequestRecord
+from serving.records import GOOD, Outcome, RequestRecord
 
-__all__ = ["GOOD", "Percentiles", "SloLimits", "StageTally", "TokenBook", "percentile", "ttft_seconds"]
+__all__ = ["Percentiles", "SloLimits", "StageTally", "TokenBook", "percentile", "ttft_seconds"]
 
 BIN_NS = 100_000_000
-GOOD = (Outcome.OK, Outcome.SHORT)
-"""Outcomes whose latencies count: a short answer is complete, only shorter than asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 
 from loadgen.driver_link import ClientHealth
 from loadgen.load_line import StageSpec
-from loadgen.observation import StageView, WindowLedger, counter_increase, view_stage
+from loadgen.observation import StageView, WindowLedger, growth_of, view_stage
 from loadgen.prompts import Calibration
-from loadgen.tally import GOOD, StageTally, TokenBook
+from loadgen.tally import StageTally, TokenBook
 from loadgen.workloads import Workload
 from monitor.http import BaseUrl
 from monitor.sampler import Tick
 from serving.clock import NS
 from serving.engines import TargetFacts
-from serving.records import Outcome, RequestRecord
+from serving.records import GOOD, Outcome, RequestRecord
 from serving.stream import Api
 
 __all__ = ["Drain", "Ending", "Evidence", "Prepared", "StageRun"]
@@ -248,7 +248,7 @@ class Evidence:
         during = [tick for tick in told if tick.t_ns > self.t_traffic_ns]
         if not told or told[-1].t_ns < self.t_last_end_ns:
             return None
-        grown = counter_increase([tick.values[name] for tick in (*before, *during)])
+        grown = growth_of(name, (*before, *during))
         return None if grown is None else round(grown)
 
     def idle_kv_ratio(self) -> float | None:

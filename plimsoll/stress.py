@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
 
 from loadgen.driver_link import DriverConfig, DriverLink
-from loadgen.load_line import BoundBy, LoadLineSearch, StageSpec, did_hold
+from loadgen.load_line import MAX_CEILING, BoundBy, LoadLineSearch, StageSpec, did_hold
 from loadgen.observation import WindowLedger
 from loadgen.plan import PlanName, StagePacer, StagePhase, StagePolicy
 from loadgen.prompts import calibrate
@@ -56,7 +56,6 @@ EXAMPLES = """examples:
 
 An API key is read from PLIMSOLL_API_KEY and kept out of every file. Ctrl-C ends the run early with a partial result."""
 
-MAX_BATCH = 4096
 LOG_HEAD_BYTES = 64 * 2**20
 DRIVER_LIMIT_SECONDS = 20.0
 REFUSED_TICKS = 3
@@ -309,8 +308,8 @@ class _StressRun:
             limit, source = facts.max_running_requests, f"told by {facts.max_running_source}"
         else:
             return None, "nothing tells the batch limit (--settings, --max-batch, --log, the server)"
-        if not 1 <= limit <= MAX_BATCH:
-            raise ConfigError(f"{source}: a batch limit of {limit} is outside 1..{MAX_BATCH}")
+        if not 1 <= limit <= MAX_CEILING:
+            raise ConfigError(f"{source}: a batch limit of {limit} is outside 1..{MAX_CEILING}")
         return limit, source
 
     def _create_history(self) -> SqliteHistory:
@@ -745,8 +744,8 @@ def _interval(text: str) -> float:
 
 def _limit(text: str) -> int:
     value = _count(text)
-    if value > MAX_BATCH:
-        raise argparse.ArgumentTypeError(f"{value} is above {MAX_BATCH}")
+    if value > MAX_CEILING:
+        raise argparse.ArgumentTypeError(f"{value} is above {MAX_CEILING}")
     return value
 
 

@@ -209,11 +209,7 @@ class Watch:
             if why is not None:
                 self.on_event(Event(tick.t_ns, "restart", f"while nobody watched: {why}"))
         self._tell(tick)
-        totals = {
-            name: (histogram.sum, histogram.count)
-            for name, histogram in tick.histograms.items()
-            if histogram.sum is not None
-        }
+        totals = tick.histogram_totals()
         self.history.append_tick(self._name, tick.t_ns, tick.values, tick.gpus, tick.processes, totals)
         self._tell_of_history()
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Event", "Outcome", "RequestRecord", "Stage"]
+__all__ = ["GOOD", "Event", "Outcome", "RequestRecord", "Stage"]
 
 
 class Outcome(StrEnum):
@@ -24,6 +24,10 @@ class Outcome(StrEnum):
     """We ended it on purpose."""
     UNFINISHED = "unfinished"
     """Still running when the run had to end."""
+
+
+GOOD = (Outcome.OK, Outcome.SHORT)
+"""Outcomes that are answers: a short one is complete, only shorter than asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,11 @@ class Node:
     _node: yaml.Node
     _file: str
 
+    @property
+    def line(self) -> int:
+        """Line in the file, from 1."""
+        return int(self.where.rpartition(":")[2])
+
     def error(self, message: str) -> ConfigError:
         """The error to raise for this value: file, line, key and `message`."""
         return ConfigError(f"{self.where}: {self.name}: {message}" if self.name else f"{self.where}: {message}")
@@ -86,7 +91,8 @@ class Node:
         """
         value = self._scalar()
         if not isinstance(value, str) or not value.strip():
-            raise self.error(f"must be text, not {self._kind()}")
+            hint = "" if self._is_empty() else " (put quotes around it if it looks like a number or a date)"
+            raise self.error(f"must be text, not {self._kind()}{hint}")
         return value
 
     def number(self, minimum: float = -math.inf, maximum: float = math.inf) -> float:
@@ -98,6 +104,7 @@ class Node:
         value = self._scalar()
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.error(f"must be a number, not {self._kind()}")
+        self._refuse_disguise(value)
         if not minimum <= value <= maximum:
             raise self.error(f"is {value}; it must be {_range(minimum, maximum)}")
         return float(value)
@@ -108,10 +115,13 @@ class Node:
         Raises:
             ConfigError: something else stands here.
         """
-        value = self.number(minimum, maximum)
-        if not value.is_integer():
-            raise self.error(f"is {value}; it must be a whole number")
-        return int(value)
+        value = self._scalar()
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(f"must be a whole number, without quotes or fraction, not {self._kind()}")
+        self._refuse_disguise(value)
+        if not minimum <= value <= maximum:
+            raise self.error(f"is {value}; it must be {_range(minimum, maximum)}")
+        return value
 
     def flag(self) -> bool:
         """True or false.
@@ -132,12 +142,21 @@ class Node:
         """Whether nothing stands here: the key has no value, or `null`."""
         return self._node.tag == "tag:yaml.org,2002:null"
 
+    def _refuse_disguise(self, value: float) -> None:
+        """010 is eight to YAML, and 1:30 is ninety: what people meant by it is not known."""
+        if isinstance(value, int) and str(value) != self._node.value.replace("_", "").removeprefix("+"):
+            raise self.error(f"{self._node.value[:80]!r} is {value} to YAML; write plain digits")
+
+    def _is_empty(self) -> bool:
+        return isinstance(self._node, yaml.ScalarNode) and not self._node.value.strip()
+
     def _scalar(self) -> Any:
         if not isinstance(self._node, yaml.ScalarNode):
             return None
         try:
             return yaml.constructor.SafeConstructor().construct_object(self._node)
-        except (yaml.YAMLError, ValueError):  # an unknown tag, or a date that is none
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError):
+            # An unknown tag, a date that is none, a number of thousands of digits; YAML believes explicit tags.
             return None
 
     def _kind(self) -> str:
@@ -158,20 +177,24 @@ def read_yaml(path: Path) -> Node:
         with path.open("rb") as file:
             raw = file.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     if len(raw) > _MAX_BYTES:
-        raise ConfigError(f"{path} is larger than 1 MiB; this is not a file of settings")
+        raise ConfigError(f"{path}: larger than 1 MiB; this is no file of settings")
     try:
-        root = yaml.compose(raw.decode("utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(raw.decode("utf-8-sig"), Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from error
+        line_number = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line_number}: not UTF-8 text, so no file of settings") from error
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply for a file of settings") from error
     if root is None:
-        raise ConfigError(f"{path} is empty")
+        raise ConfigError(f"{path}: the file is empty")
     return Node(f"{path}:{root.start_mark.line + 1}", "", root, str(path))
 
 

@@ -26,13 +26,13 @@ from loadgen.observation import WindowLedger, view_stage
 from loadgen.plan import StagePacer, StagePhase, StagePolicy
 from loadgen.prompts import calibrate
 from loadgen.scenarios.base import LoadUser, Traffic
-from loadgen.tally import GOOD, StageTally, TokenBook, ttft_seconds
+from loadgen.tally import StageTally, TokenBook, ttft_seconds
 from loadgen.workloads import RequestMaker, Workload, find_workload
 from serving.clock import NS
 from serving.conversation import converse
 from serving.engines import ENGINES, Engine, Reading, TargetFacts, probe, scrape
 from serving.errors import ConfigError, PlimsollError
-from serving.records import RequestRecord
+from serving.records import GOOD, RequestRecord
 from serving.smoke import smoke
 
 __all__ = ["LoadLineShape", "ScenarioUser"]

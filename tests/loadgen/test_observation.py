@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from loadgen.observation import Gauge, WindowLedger, counter_increase, gauge, view_stage
+from loadgen.observation import Gauge, WindowLedger, gauge, growth_of, view_stage
 from loadgen.tally import SloLimits, StageTally, TokenBook
 from monitor.sampler import Tick
 from serving.clock import NS
@@ -78,7 +78,7 @@ def view(ticks=(), *, records=(), window=WINDOW, slo=None, **flags):
     ],
 )
 def test_a_counter_grows_through_resets_and_needs_two_samples(values, grown):
-    assert counter_increase(values) == grown
+    assert growth_of("n", [tick(second, n=value) for second, value in enumerate(values)]) == grown
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,10 @@ class TestConfig:
             ("targets:\n- url: http://h/?q=1\n", r":2: targets\[0\]\.url: .*query"),
             ("targets:\n- url: h\n  intervall: 1\n", r":3: unknown key 'intervall' in 'targets\[0\]'; did you mean"),
             ("targets:\n- url: h\n  interval: 60\n", r":3: targets\[0\]\.interval: is 60; it must be 0\.1 to 15"),
-            ("targets:\n- url: h\n  pid: me\n", r":3: targets\[0\]\.pid: must be a number, not 'me'"),
+            (
+                "targets:\n- url: h\n  pid: me\n",
+                r":3: targets\[0\]\.pid: must be a whole number, without quotes or fraction, not 'me'",
+            ),
             ("targets:\n- url: h\nlisten: 9464\n", r":3: listen: must be text"),
             ("targets:\n- url: h\nlisten: localhost\n", r":3: listen: 'localhost' is not an address; write HOST:PORT"),
             ("targets:\n- url: h\nlisten: 'h:99999'\n", r":3: listen: 'h:99999' is not an address"),
