@@ -100,6 +100,7 @@ class MemoryPlan:
         kv_cache_bytes: preallocated KV pool on one card.
         workspace_bytes: activations, communication buffers and graphs.
         activation_bytes_per_token: further memory that a step with that many tokens needs while it runs.
+        gpu_bytes_per_request: what one running request needs on each card beside its KV blocks (logits, buffers).
         host_base_bytes: anonymous memory of the server's processes when idle.
         host_bytes_per_request: what one running request adds to it.
         reserve_bytes: left free on a card on purpose, so that the pool was not planned to the last byte.
@@ -112,6 +113,7 @@ class MemoryPlan:
     kv_cache_bytes: int = 0
     workspace_bytes: int = 0
     activation_bytes_per_token: int = 0
+    gpu_bytes_per_request: int = 0
     host_base_bytes: int = 2 * 2**30
     host_bytes_per_request: int = 2 * 2**20
     reserve_bytes: int = 0
