@@ -1,0 +1,561 @@
+"""A simulated server in token mode: the core's steps, and what a real server has around them.
+
+It keeps the counters and histograms that an engine exposes, the memory of cards and processes, the faults that are
+switched on, crashes and restarts, and writes down the truth. It is as pure as the core: every call says what time it
+is. Whoever drives it decides how fast that time passes: the HTTP shell by the wall clock, tests and the rehearsal of a
+watch as fast as the machine can.
+
+    server = SimulatedServer(spec, t_ns=0)
+    server.arrive(Arrival(1, 0, prompt_tokens=100, output_tokens=20))
+    while (step := server.step(until_ns)) is not None:
+        ...
+"""
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from serving.clock import NS
+from serving.exposition import Histogram
+from serving.simulator import core
+from serving.simulator.core import Flight, Scheduled, State
+from serving.simulator.dialects.base import Trouble
+from serving.simulator.faults import Conditions, FaultPlan, LifeEvent, LifeKind
+from serving.simulator.spec import Arrival, Finish, GpuView, ProcessView, ServerSpec, SlotView, Snapshot, Step
+from serving.simulator.truth import TruthWriter
+
+__all__ = ["GpuModel", "HistogramCounter", "Memory", "SimulatedServer"]
+
+_COMPLETIONS = "/v1/completions"
+_NEVER_NS = 2**62
+
+
+class HistogramCounter:
+    """A histogram that can be added to. `edges` are ascending, without infinity."""
+
+    __slots__ = ("_edges", "counts", "sum")
+
+    def __init__(self, edges: tuple[float, ...]) -> None:
+        self._edges = edges
+        self.counts = [0.0] * (len(edges) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: float = 1.0) -> None:
+        """Count `value`, `times` times."""
+        self.counts[bisect_left(self._edges, value)] += times
+        self.sum += value * times
+
+    def view(self) -> Histogram:
+        """As it is exposed: cumulative."""
+        total = 0.0
+        cumulative = []
+        for count in self.counts:
+            total += count
+            cumulative.append(total)
+        return Histogram((*self._edges, math.inf), tuple(cumulative), self.sum)
+
+
+class GpuModel:
+    """What one card shows apart from its memory, by how busy it is. The figures are those of a data-centre card."""
+
+    IDLE_WATTS = 110.0
+    BUSY_WATTS = 620.0
+    IDLE_CELSIUS = 34.0
+    BUSY_CELSIUS = 66.0
+
+    @classmethod
+    def view(cls, spec: ServerSpec, card: int, used_bytes: float, busy: float) -> GpuView:
+        """Card number `card` with that much memory in use, busy for that share of the time."""
+        memory = spec.memory
+        return GpuView(
+            uuid=f"GPU-51100000-0000-4000-8000-{card:012d}",
+            name=memory.card_name,
+            memory_used_bytes=min(round(used_bytes), memory.card_total_bytes),
+            memory_total_bytes=memory.card_total_bytes,
+            utilization_ratio=busy,
+            power_watts=round(cls.IDLE_WATTS + (cls.BUSY_WATTS - cls.IDLE_WATTS) * busy, 1),
+            temperature_celsius=round(cls.IDLE_CELSIUS + (cls.BUSY_CELSIUS - cls.IDLE_CELSIUS) * busy, 1),
+        )
+
+
+class Memory:
+    """The bytes of one start of the server: what it must hold, what requests add, and what leaks.
+
+    The pool for the KV cache is allocated at the start, so the use of the cache cannot be seen in it. What leaks on the
+    GPU leaks on the first card.
+    """
+
+    __slots__ = ("_spec", "cache_bytes", "descriptors", "gpu_leaked", "host_leaked", "peak_running", "peak_tokens")
+    _spec: ServerSpec
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self._spec = spec
+        self.gpu_leaked = 0.0
+        self.host_leaked = 0.0
+        self.cache_bytes = 0.0
+        """What a bounded cache holds."""
+        self.descriptors = 0.0
+        """File descriptors that leaked."""
+        self.peak_running = 0.0
+        self.peak_tokens = 0.0
+
+    def elapse(self, conditions: Conditions, seconds: float) -> None:
+        """Let time pass under these conditions."""
+        self.gpu_leaked += conditions.gpu_leak_bytes_per_second * seconds
+        self.host_leaked += conditions.host_leak_bytes_per_second * seconds
+        self.descriptors += conditions.fd_leak_per_second * seconds
+        if conditions.cache_fill_bytes_per_second and self.cache_bytes < conditions.cache_cap_bytes:
+            filled = self.cache_bytes + conditions.cache_fill_bytes_per_second * seconds
+            self.cache_bytes = min(filled, conditions.cache_cap_bytes)
+
+    def work(self, running: float, tokens: float) -> None:
+        """A step ran `running` requests and processed `tokens` tokens."""
+        self.peak_running = max(self.peak_running, running)
+        self.peak_tokens = max(self.peak_tokens, tokens)
+
+    def gpu_bytes(self, card: int, running: float, *, high_water: bool) -> float:
+        """Bytes in use on a card. The framework's allocator keeps what activations once took."""
+        memory = self._spec.memory
+        requests = self.peak_running if high_water else running
+        used = memory.weights_bytes + memory.kv_cache_bytes + memory.workspace_bytes
+        used += memory.activation_bytes_per_token * self.peak_tokens + memory.gpu_bytes_per_request * requests
+        return used + (self.gpu_leaked if card == 0 else 0.0)
+
+    def host_bytes(self, running: float, *, high_water: bool) -> float:
+        """Anonymous memory of the server's processes."""
+        memory = self._spec.memory
+        requests = self.peak_running if high_water else running
+        return memory.host_base_bytes + memory.host_bytes_per_request * requests + self.host_leaked + self.cache_bytes
+
+
+class SimulatedServer:
+    """A server in token mode.
+
+    Args:
+        spec: as it was started.
+        t_ns: when it is launched; it is ready at once, or after `spec.start_seconds` with `cold`.
+        edges: histogram edges by canonical signal, as the dialect has them.
+        plan: faults; none by default. May be changed while the server runs.
+        truth: where to write down what happens.
+        cold: whether the first start takes its time.
+    """
+
+    def __init__(
+        self,
+        spec: ServerSpec,
+        *,
+        t_ns: int,
+        edges: Mapping[str, tuple[float, ...]] | None = None,
+        plan: FaultPlan | None = None,
+        truth: TruthWriter | None = None,
+        cold: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.plan = plan if plan is not None else FaultPlan()
+        self.truth = truth
+        self.origin_ns = t_ns
+        """When the simulation began; faults count their times from here."""
+        self.start_number = 0
+        self.lost: list[Flight] = []
+        """Requests that a death of the server took along; whoever serves them empties this."""
+        self.died: Trouble | None = None
+        """Why the server is down for good, if it is."""
+        self.shared_bytes = 0.0
+        """Leaked shared memory (/dev/shm): no restart gives it back."""
+        self._edges = dict(edges or {})
+        self._release_speed = 1.0
+        self._release_bytes = 0.0
+        self._frozen: tuple[float, float, float] | None = None
+        self._now_ns = t_ns
+        self._life_ns = t_ns
+        self._down_until_ns: int | None = None
+        self._start(t_ns, t_ns + (round(spec.start_seconds * NS) if cold else 0), keeps_leaks=False)
+
+    def _start(self, t_ns: int, ready_ns: int, *, keeps_leaks: bool) -> None:
+        before = self.__dict__.get("memory")
+        leaked_blocks = self.state.pool.leaked if keeps_leaks and before is not None else 0
+        self.start_number += 1
+        self.started_ns = t_ns
+        self.ready_ns = ready_ns
+        self._down_until_ns = None
+        self._frozen = None
+        self.state = State.fresh(self.spec, max(t_ns, ready_ns))
+        self.state.pool.leak(leaked_blocks)
+        self.memory = Memory(self.spec)
+        if keeps_leaks and before is not None:
+            self.memory.gpu_leaked, self.memory.host_leaked = before.gpu_leaked, before.host_leaked
+            self.memory.descriptors = before.descriptors
+        self.flights: dict[int, Flight] = {}
+        self._zombies: set[int] = set()
+        self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.preemptions = 0
+        self.finished: Counter[Finish] = Counter()
+        self.http: Counter[tuple[str, int]] = Counter()
+        self.steps = self.step_tokens = 0
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.longest_tokens = 0
+        self.histograms = {signal: HistogramCounter(edges) for signal, edges in self._edges.items()}
+        self._spawn_factor = self.plan.spawn_factor(self.start_number)
+        self._leak_debt = 0.0
+        if self.truth is not None:
+            self.truth.start(t_ns, self.spec, self.start_number)
+
+    # ---- life
+
+    @property
+    def t_ns(self) -> int:
+        """The time up to which everything has happened."""
+        return max(self._now_ns, self.state.t_ns)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs; it may still be loading."""
+        return self._down_until_ns is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests."""
+        return self._down_until_ns is None and self._now_ns >= self.ready_ns
+
+    @property
+    def conditions(self) -> Conditions:
+        """What the faults amount to now."""
+        return self.plan.conditions(self._seconds(self._now_ns), self._seconds(self.started_ns))
+
+    def _seconds(self, t_ns: int) -> float:
+        return (t_ns - self.origin_ns) / NS
+
+    def elapse(self, t_ns: int) -> None:
+        """Let time pass up to `t_ns`: memory leaks, the server dies and comes back as its faults have it.
+
+        A step that computes goes on; when the server dies it is lost with everything else.
+        """
+        while self._now_ns < t_ns:
+            here_s = self._seconds(self._now_ns)
+            target_ns = t_ns
+            events = self.plan.life_events(self._seconds(self._life_ns), self._seconds(t_ns))
+            if events:
+                target_ns = max(self._now_ns, min(t_ns, self.origin_ns + round(events[0].t_s * NS)))
+            if self._down_until_ns is not None:
+                target_ns = min(target_ns, max(self._now_ns, self._down_until_ns))
+            else:
+                conditions = self.plan.conditions(here_s, self._seconds(self.started_ns))
+                until_s = conditions.valid_until_s
+                if math.isfinite(until_s):
+                    target_ns = min(target_ns, max(self._now_ns + 1, self.origin_ns + math.ceil(until_s * NS)))
+                self.memory.elapse(conditions, (target_ns - self._now_ns) / NS)
+                self.shared_bytes += conditions.shm_leak_bytes_per_second * (target_ns - self._now_ns) / NS
+                self._freeze(conditions)
+            self._now_ns = target_ns
+            if self._down_until_ns is not None and self._now_ns >= self._down_until_ns:
+                self._start(self._now_ns, self._now_ns + self._startup_ns, keeps_leaks=self._keeps_leaks)
+            if events and self._now_ns >= self.origin_ns + round(events[0].t_s * NS):
+                # One event at a time: a restart may come before the next.
+                self._life_ns = self.origin_ns + math.floor(events[0].t_s * NS) + 1
+                if self.died is None:
+                    self._live(events[0])
+            elif self._now_ns >= t_ns:
+                self._life_ns = max(self._life_ns, t_ns)
+
+    def _live(self, event: LifeEvent) -> None:
+        fault = event.fault
+        if event.kind is LifeKind.DEPLOY:
+            self._release_bytes += event.memory_bytes
+            self._release_speed *= 1.0 + event.speed_ratio
+        self._event(event.kind.value, fault=fault.kind)
+        self.go_down(event.down_seconds, keeps_leaks=event.keeps_leaks)
+
+    def go_down(self, seconds: float, *, keeps_leaks: bool = False, startup_seconds: float = 0.0) -> None:
+        """The process ends now, and is started again after `seconds`; all requests inside are lost."""
+        self._lose_all()
+        self._keeps_leaks = keeps_leaks
+        self._startup_ns = round(startup_seconds * NS)
+        self._down_until_ns = _NEVER_NS if math.isinf(seconds) else self._now_ns + round(seconds * NS)
+
+    def die(self, why: Trouble) -> None:
+        """The process ends for good."""
+        self.died = why
+        self._event("died", why=why.value)
+        self.go_down(math.inf)
+
+    def _lose_all(self) -> None:
+        for flight in core.fail_all(self.state):
+            if flight.id in self._zombies:
+                continue
+            self.lost.append(flight)
+            self.finished[Finish.DIED] += 1
+            if self.truth is not None:
+                self.truth.ended(self._now_ns, flight.id, Finish.DIED)
+        self.flights.clear()
+        self._zombies.clear()
+
+    def _event(self, kind: str, **figures: str | float) -> None:
+        if self.truth is not None:
+            self.truth.event(self._now_ns, kind, **figures)
+
+    def _freeze(self, conditions: Conditions) -> None:
+        if not conditions.gauges_frozen:
+            self._frozen = None
+        elif self._frozen is None:
+            state = self.state
+            self._frozen = (len(state.running), len(state.waiting), state.pool.used)
+
+    # ---- requests
+
+    def arrive(self, arrival: Arrival) -> Finish | None:
+        """A request arrives. None when it is in, else why it is not."""
+        self.elapse(arrival.t_ns)
+        if self.truth is not None:
+            self.truth.received(arrival.t_ns, arrival)
+        spec, state = self.spec, self.state
+        why: Finish | None = None
+        if not self.ready:
+            why = Finish.DIED
+        elif arrival.prompt_tokens + arrival.output_tokens > spec.context_tokens or (
+            spec.queue_limit is not None and len(state.waiting) >= spec.queue_limit
+        ):
+            why = Finish.REJECTED
+        if why is not None:
+            self.finished[why] += 1
+            if self.truth is not None:
+                self.truth.rejected(arrival.t_ns, arrival.id, why)
+            return why
+        stuck = self.plan.is_stuck(arrival.id, self._seconds(arrival.t_ns))
+        flight = core.enqueue(state, arrival, stuck_at=max(1, arrival.output_tokens // 2) if stuck else None)
+        self.flights[arrival.id] = flight
+        return None
+
+    def cancel(self, request_id: int, t_ns: int) -> None:
+        """The client of a request has gone away."""
+        self.elapse(t_ns)
+        flight = self.flights.get(request_id)
+        if flight is None or request_id in self._zombies:
+            return
+        at_s = self._seconds(t_ns)
+        leak = self.conditions.kv_leak_blocks_per_disconnect
+        if leak:
+            lost = self.state.pool.leak(round(leak))
+            self._event("leak", what="kv_blocks", amount=lost)
+        if self.plan.is_zombie(request_id, at_s):
+            # It goes on to its end as if somebody listened.
+            self._zombies.add(request_id)
+            self._event("zombie", id=request_id)
+            return
+        core.cancel(self.state, flight)
+        self._end(flight, Finish.CANCELLED)
+        if self.truth is not None:
+            self.truth.ended(t_ns, request_id, Finish.CANCELLED)
+
+    def _end(self, flight: Flight, why: Finish) -> None:
+        self.flights.pop(flight.id, None)
+        self._zombies.discard(flight.id)
+        self.finished[why] += 1
+        if self.spec.policy.counts_at_finish:
+            self.generated_tokens += flight.generated
+        self.longest_tokens = max(self.longest_tokens, flight.prompt_tokens + flight.generated)
+        conditions = self.conditions
+        self.memory.gpu_leaked += conditions.gpu_leak_bytes_per_request
+
+    # ---- steps
+
+    @property
+    def next_ns(self) -> int | None:
+        """When the step that computes ends, or None."""
+        return self.state.computing.t_end_ns if self.state.computing is not None else None
+
+    def begin(self, t_ns: int) -> Scheduled | None:
+        """Begin a step at `t_ns`; None when the server is idle, loading, down, or a step computes already."""
+        self.elapse(t_ns)
+        state = self.state
+        if state.computing is not None or not self.ready:
+            return None
+        state.t_ns = max(state.t_ns, t_ns, self.ready_ns)
+        conditions = self.conditions
+        limit = conditions.max_batch_clamp
+        if conditions.limit_ignored:
+            limit = 1_000_000
+        at_s = self._seconds(state.t_ns)
+        factor = conditions.step_factor * self._spawn_factor / self._release_speed
+        scheduled = core.begin(state, max_batch=limit, factor=factor, decode_factor=conditions.decode_factor(at_s))
+        if scheduled is None:
+            return None
+        work = scheduled.work
+        self.memory.work(scheduled.running, work.prefill_tokens + work.decode_sequences)
+        limit_bytes = min(self.spec.memory.card_total_bytes, conditions.oom_at_bytes or math.inf)
+        if self.spec.memory.cards and self._gpu_bytes(0, conditions, scheduled.running) > limit_bytes:
+            self.die(Trouble.OUT_OF_MEMORY)
+            return None
+        return scheduled
+
+    def complete(self) -> Step:
+        """End the step that computes, at its time."""
+        end_ns = self.next_ns
+        if end_ns is None:
+            raise ValueError("no step computes: call begin first")
+        self.elapse(end_ns)
+        if self.state.computing is None:
+            # The server died while it computed.
+            return Step(end_ns, end_ns, 0, 0, 0, 0)
+        scheduled = self.state.computing
+        flights = self.flights
+        lasts = {flight.id: flight.t_last_ns for flight, _ in scheduled.parts}
+        step = core.complete(self.state)
+        self._count(scheduled, step, lasts)
+        for request_id, why in step.finished:
+            flight = flights[request_id]
+            duration = self.histograms.get("request_duration_seconds")
+            if duration is not None and why is not Finish.KV_FULL:
+                duration.observe((end_ns - flight.t_received_ns) / NS)
+            self._end(flight, why)
+        if self.truth is not None:
+            self.truth.step(
+                step,
+                round(self._gpu_bytes(0, self.conditions, len(self.state.running))),
+                round(self._host_bytes(self.conditions)),
+            )
+        return step
+
+    def step(self, until_ns: int) -> Step | None:
+        """Take one step, if there is work before `until_ns`; else let time pass up to there and return None."""
+        if self.state.computing is None:
+            self.begin(max(self.t_ns, min(until_ns, self.ready_ns)))
+        end_ns = self.next_ns
+        if end_ns is None or end_ns > until_ns:
+            self.elapse(until_ns)
+            return None
+        return self.complete()
+
+    def run_until(self, t_ns: int, arrivals: Iterator[Arrival]) -> Arrival | None:
+        """Serve open-loop traffic up to `t_ns`, in virtual time.
+
+        Returns:
+            The first arrival after `t_ns`, which has been taken from the iterator; None when there are no more.
+        """
+        for arrival in arrivals:
+            if arrival.t_ns > t_ns:
+                self._serve_until(t_ns)
+                return arrival
+            self._serve_until(arrival.t_ns)
+            self.take(arrival)
+        self._serve_until(t_ns)
+        return None
+
+    def take(self, arrival: Arrival) -> Finish | None:
+        """A request arrives over HTTP, without a client that reads its answer: what it gets is counted."""
+        why = self.arrive(arrival)
+        status = {None: 200, Finish.REJECTED: 503}.get(why, 0)
+        if status:
+            self.http[_COMPLETIONS, status] += 1
+        return why
+
+    def _serve_until(self, t_ns: int) -> None:
+        while self.step(t_ns) is not None:
+            pass
+
+    def _count(self, scheduled: Scheduled, step: Step, lasts: dict[int, int | None]) -> None:
+        flights, histograms = self.flights, self.histograms
+        end_ns = step.t_end_ns
+        self.steps += 1
+        self.step_tokens += scheduled.work.prefill_tokens + scheduled.work.decode_sequences
+        self.preemptions += len(step.preempted)
+        seconds = (end_ns - step.t_ns) / NS
+        if scheduled.work.prefill_tokens:
+            self.prefill_seconds += seconds
+        if scheduled.work.decode_sequences:
+            self.decode_seconds += seconds
+        queue = histograms.get("request_queue_seconds")
+        if queue is not None and step.admitted:
+            for request_id in step.admitted:
+                flight = flights[request_id]
+                if not flight.preemptions:
+                    queue.observe(max(0, step.t_ns - flight.t_received_ns) / NS)
+        first = histograms.get("time_to_first_token_seconds")
+        between = histograms.get("inter_token_latency_seconds")
+        emitted = len(step.emitted)
+        if not self.spec.policy.counts_at_finish:
+            self.generated_tokens += emitted
+        self.memory.host_leaked += self.conditions.host_leak_bytes_per_token * emitted
+        gaps: Counter[int] = Counter()
+        for request_id in step.emitted:
+            last_ns = lasts[request_id]
+            if last_ns is None:
+                flight = flights[request_id]
+                self.prompt_tokens += flight.prompt_tokens
+                self.cached_tokens += flight.cached_tokens
+                if first is not None:
+                    first.observe((end_ns - flight.t_received_ns) / NS)
+            else:
+                gaps[end_ns - last_ns] += 1
+        if between is not None:
+            for gap_ns, times in gaps.items():
+                between.observe(gap_ns / NS, times)
+
+    # ---- what is seen
+
+    def _gpu_bytes(self, card: int, conditions: Conditions, running: float) -> float:
+        release = self._release_bytes if card == 0 else 0.0
+        return self.memory.gpu_bytes(card, running, high_water=conditions.high_water) + release
+
+    def _host_bytes(self, conditions: Conditions) -> float:
+        return self.memory.host_bytes(len(self.state.running), high_water=conditions.high_water) + self._release_bytes
+
+    def snapshot(self, t_ns: int | None = None) -> Snapshot | None:
+        """What can be seen at `t_ns` (now when absent); None while the process is down."""
+        if t_ns is not None:
+            self.elapse(t_ns)
+        if not self.alive:
+            return None
+        state, conditions = self.state, self.conditions
+        running, waiting, blocks = (
+            self._frozen
+            if conditions.gauges_frozen and self._frozen is not None
+            else (len(state.running), len(state.waiting), state.pool.used)
+        )
+        busy = 0.0 if state.computing is None else 0.97
+        return Snapshot(
+            t_ns=self.t_ns,
+            started_ns=self.started_ns,
+            ready=self.ready,
+            running=running,
+            waiting=waiting,
+            kv_blocks_used=blocks,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            preemptions=self.preemptions,
+            finished=dict(self.finished),
+            http=dict(self.http),
+            steps=self.steps,
+            step_tokens=self.step_tokens,
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            histograms={signal: counter.view() for signal, counter in self.histograms.items()},
+            slots=self._slots(),
+            longest_tokens=self.longest_tokens,
+            gpus=tuple(
+                GpuModel.view(self.spec, card, self._gpu_bytes(card, conditions, len(state.running)), busy)
+                for card in range(self.spec.memory.cards)
+            ),
+            process=ProcessView(
+                anonymous_memory_bytes=round(self._host_bytes(conditions)),
+                open_fds=round(64 + self.memory.descriptors + state.inside),
+                cpu_seconds=self.prefill_seconds + self.decode_seconds,
+                shared_memory_bytes=round(self.shared_bytes),
+            ),
+        )
+
+    def _slots(self) -> tuple[SlotView, ...]:
+        if not self.spec.policy.counts_at_finish:
+            return ()
+        slots = [SlotView()] * max(self.spec.max_batch, len(self.state.running))
+        for flight in self.state.running:
+            if flight.slot < len(slots):
+                slots[flight.slot] = SlotView(
+                    is_processing=True,
+                    task_id=flight.id,
+                    prompt_tokens=flight.prompt_tokens,
+                    processed_tokens=max(0, min(flight.computed, flight.prompt_tokens) - flight.cached_tokens),
+                    cached_tokens=flight.cached_tokens,
+                    decoded_tokens=flight.generated,
+                )
+        return tuple(slots)
