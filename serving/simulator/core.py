@@ -270,55 +270,22 @@ def begin(
         The step, whose tokens come out with `complete`; None when there is nothing that could be computed.
     """
     spec = state.spec
-    block_tokens = spec.block_tokens
     policy = spec.policy
     limit = spec.max_batch if max_batch is None else max_batch
-    running, waiting, pool = state.running, state.waiting, state.pool
-    budget = spec.token_budget
     parts: list[tuple[Flight, int]] = []
     preempted: list[int] = []
-    failed: tuple[Flight, ...] = ()
-    prefill_only = policy.prefill_first and _has_prompt_work(state, limit)
-
-    index = 0
-    while index < len(running) and budget > 0:
-        flight = running[index]
-        index += 1
-        todo = flight.prompt_tokens + flight.generated - flight.computed
-        if flight.stuck_at is not None and flight.generated >= flight.stuck_at:
-            continue
-        if prefill_only and todo == 1 and flight.generated:
-            continue
-        todo = min(todo, budget)
-        need = -(-(flight.computed + todo) // block_tokens) - flight.private - len(flight.shared)
-        if need > 0 and not pool.take(need):
-            if policy.on_full is OnFull.FAIL:
-                failed = tuple(running)
-                parts.clear()
-                break
-            while True:
-                victim = running.pop()
-                _preempt(state, victim)
-                preempted.append(victim.id)
-                if victim is flight or pool.take(need):
-                    break
-            if victim is flight:
-                break
-        if need > 0:
-            flight.private += need
-        parts.append((flight, todo))
-        budget -= todo
-
-    if failed:
-        for flight in failed:
-            _leave(state, flight)
-        running_count = len(failed)
-        admitted: list[int] = []
-    else:
-        # Nobody is let in over the head of those just thrown out, unless the step would be empty otherwise.
-        admitted = [] if preempted and parts else _admit(state, limit, budget, parts)
-        running_count = len(running)
-
+    decodes = not (policy.prefill_first and _has_prompt_work(state, limit))
+    failed = _give_tokens(state, parts, preempted, decodes=decodes)
+    # Nobody is let in over the head of those just thrown out.
+    admitted = [] if preempted or failed else _admit(state, limit, parts)
+    if not parts and not failed:
+        # The prompts that decoding was to pause for do not fit after all: what decodes makes room for them. If nothing
+        # is left that could decode, those thrown out are alone and start over.
+        failed = () if decodes else _give_tokens(state, parts, preempted, decodes=True)
+        if not parts and not failed:
+            admitted = _admit(state, limit, parts)
+    for flight in failed:
+        _leave(state, flight)
     if not parts and not failed:
         return None
     prefill = context = decoding = decode_context = 0
@@ -343,8 +310,8 @@ def begin(
         state.t_ns + max(1, round(seconds * NS)),
         work,
         parts,
-        running_count,
-        len(waiting),
+        len(state.running) + len(failed),
+        len(state.waiting),
         tuple(admitted),
         tuple(preempted),
         failed,
@@ -400,6 +367,51 @@ def complete(state: State) -> Step:
     )
 
 
+def _give_tokens(
+    state: State, parts: list[tuple[Flight, int]], preempted: list[int], *, decodes: bool
+) -> tuple[Flight, ...]:
+    """Share the token budget out among what runs; returns those that must fail for want of a block."""
+    spec = state.spec
+    block_tokens = spec.block_tokens
+    running, pool = state.running, state.pool
+    budget = spec.token_budget
+    index = 0
+    while index < len(running) and budget > 0:
+        flight = running[index]
+        index += 1
+        generated = flight.generated
+        todo = flight.prompt_tokens + generated - flight.computed
+        if flight.stuck_at is not None and generated >= flight.stuck_at:
+            continue
+        if todo == 1 and generated and not decodes:
+            continue
+        todo = min(todo, budget)
+        need = -(-(flight.computed + todo) // block_tokens) - flight.private - len(flight.shared)
+        if need > 0:
+            if not pool.take(need):
+                if spec.policy.on_full is OnFull.FAIL:
+                    parts.clear()
+                    return tuple(running)
+                if not _make_room(state, flight, need, preempted):
+                    break
+            flight.private += need
+        parts.append((flight, todo))
+        budget -= todo
+    return ()
+
+
+def _make_room(state: State, flight: Flight, need: int, preempted: list[int]) -> bool:
+    """Preempt the youngest until `flight` has its blocks; False when it was itself the youngest."""
+    while True:
+        victim = state.running.pop()
+        _preempt(state, victim)
+        preempted.append(victim.id)
+        if victim is flight:
+            return False
+        if state.pool.take(need):
+            return True
+
+
 def _has_prompt_work(state: State, limit: int) -> bool:
     """Whether a prompt could be processed now, so that decoding has to pause for it."""
     for flight in state.running:
@@ -430,8 +442,9 @@ def _fits(state: State, flight: Flight, budget: int) -> tuple[int, int, int] | N
     return (known, first, need) if need <= spare else None
 
 
-def _admit(state: State, limit: int, budget: int, parts: list[tuple[Flight, int]]) -> list[int]:
+def _admit(state: State, limit: int, parts: list[tuple[Flight, int]]) -> list[int]:
     running, waiting, pool = state.running, state.waiting, state.pool
+    budget = state.spec.token_budget - sum(todo for _, todo in parts) if waiting else 0
     admitted: list[int] = []
     while waiting and len(running) < limit and budget > 0:
         flight = waiting[0]
