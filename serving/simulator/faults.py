@@ -32,6 +32,7 @@ __all__ = [
     "FaultOption",
     "FaultPlan",
     "LifeEvent",
+    "LifeKind",
     "Switch",
     "Unit",
     "Where",
@@ -129,10 +130,12 @@ _KINDS = (
         "gpu_leak_per_request",
         Unit.BYTES,
         Where.MEMORY,
-        "each request leaves these bytes behind on every card",
+        "each request leaves these bytes behind on the first card",
         has_share=True,
     ),
-    FaultKind("gpu_leak_per_hour", Unit.BYTES_PER_HOUR, Where.MEMORY, "bytes are lost on every card as time passes"),
+    FaultKind(
+        "gpu_leak_per_hour", Unit.BYTES_PER_HOUR, Where.MEMORY, "bytes are lost on the first card as time passes"
+    ),
     FaultKind(
         "kv_leak_per_disconnect",
         Unit.COUNT,
@@ -186,7 +189,7 @@ _KINDS = (
         "oom_at_bytes",
         Unit.BYTES,
         Where.MEMORY,
-        "the server dies out of memory when one card (without cards: the host process) uses this much",
+        "the server dies out of memory when the first card would use more than this",
     ),
     _hits("http_429", Where.ANSWER, "requests are refused with 429"),
     _hits("http_503", Where.ANSWER, "requests are refused with 503"),
@@ -231,8 +234,9 @@ _KINDS = (
         default=0.0,
         options={
             "every": _EVERY,
-            "memory": FaultOption(Unit.BYTES, "host memory that it needs on top", minimum=-math.inf),
-            "gpu_memory": FaultOption(Unit.BYTES, "memory of each card that it needs on top", minimum=-math.inf),
+            "memory": FaultOption(
+                Unit.BYTES, "needed on top, in the host's memory and on the first card", minimum=-math.inf
+            ),
             "speed": FaultOption(Unit.RATIO, "how much faster (slower below 0) it is", minimum=-0.99),
         },
     ),
@@ -249,7 +253,7 @@ class Fault:
     """One fault. Values are in base units: bytes, seconds, ratios, and per hour where the kind says so.
 
     Attributes:
-        name: a key of `FAULT_KINDS`.
+        kind: a key of `FAULT_KINDS`.
         value: in the kind's unit; 1 for a flag.
         share: part of the requests that it hits; 1 where the value itself is that share.
         start_s: first moment at which it acts, seconds since the simulation began.
@@ -260,7 +264,7 @@ class Fault:
         ConfigError: an unknown name, or a figure that its kind does not have or allow.
     """
 
-    name: str
+    kind: str
     value: float
     share: float = 1.0
     start_s: float = 0.0
@@ -268,35 +272,35 @@ class Fault:
     options: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        kind = _known(self.name)
+        kind = _known(self.kind)
         maximum = 1.0 if kind.unit is Unit.SHARE else math.inf
-        _check(f"fault {self.name}", self.value, kind.unit, kind.minimum, maximum)
-        _check(f"fault {self.name}: share", self.share, Unit.SHARE, 0.0, 1.0)
+        _check(f"fault {self.kind}", self.value, kind.unit, kind.minimum, maximum)
+        _check(f"fault {self.kind}: share", self.share, Unit.SHARE, 0.0, 1.0)
         if self.share != 1.0 and (not kind.has_share or kind.unit is Unit.SHARE):
-            raise ConfigError(f"fault {self.name}: has no share beside its value")
-        _check(f"fault {self.name}: start", self.start_s, Unit.SECONDS, 0.0, math.inf)
+            raise ConfigError(f"fault {self.kind}: has no share beside its value")
+        _check(f"fault {self.kind}: start", self.start_s, Unit.SECONDS, 0.0, math.inf)
         if not self.end_s > self.start_s:
-            raise ConfigError(f"fault {self.name}: end {self.end_s:g}s must come after start {self.start_s:g}s")
+            raise ConfigError(f"fault {self.kind}: end {self.end_s:g}s must come after start {self.start_s:g}s")
         for name, value in self.options.items():
             option = _known_option(kind, name)
-            _check(f"fault {self.name}: {name}", value, option.unit, option.minimum, option.maximum)
+            _check(f"fault {self.kind}: {name}", value, option.unit, option.minimum, option.maximum)
         for name, option in kind.options.items():
             if option.required and name not in self.options:
-                raise ConfigError(f"fault {self.name}: needs {name}=..., {option.does}")
+                raise ConfigError(f"fault {self.kind}: needs {name}=..., {option.does}")
 
     @property
-    def kind(self) -> FaultKind:
+    def definition(self) -> FaultKind:
         """The row of the table."""
-        return FAULT_KINDS[self.name]
+        return FAULT_KINDS[self.kind]
 
     @property
     def hit_share(self) -> float:
         """Part of the requests that it hits, 0..1."""
-        return self.value if self.kind.unit is Unit.SHARE else self.share
+        return self.value if self.definition.unit is Unit.SHARE else self.share
 
     def option(self, name: str) -> float | None:
         """An option's value, or its default; None where it is neither given nor has one."""
-        return self.options.get(name, FAULT_KINDS[self.name].options[name].default)
+        return self.options.get(name, FAULT_KINDS[self.kind].options[name].default)
 
     def is_on(self, t_s: float) -> bool:
         """Whether it acts at that moment."""
@@ -355,8 +359,8 @@ def parse_fault(text: str, *, now_s: float = 0.0) -> Fault:
 
 def format_fault(fault: Fault) -> str:
     """The fault as text; `parse_fault` gives the same fault back, whatever its `now_s`."""
-    kind = fault.kind
-    parts = [fault.name if kind.unit is Unit.FLAG else f"{fault.name}={_write(fault.value, kind.unit)}"]
+    kind = fault.definition
+    parts = [fault.kind if kind.unit is Unit.FLAG else f"{fault.kind}={_write(fault.value, kind.unit)}"]
     if fault.share != 1.0:
         parts.append(f"share={_write(fault.share, Unit.SHARE)}")
     parts.append(f"start={_write(fault.start_s, Unit.SECONDS)}")
@@ -373,10 +377,10 @@ class Conditions:
     """What the faults make of the server from `valid_from_s` to before `valid_until_s`. The defaults are health.
 
     Attributes:
-        step_factor: each step takes this many times as long; releases' steps in speed are in it.
+        step_factor: each step takes this many times as long.
         decode_base: the decode factor at `valid_from_s`.
         decode_per_second: what is added to it with each second.
-        gpu_leak_bytes_per_second: lost on each card.
+        gpu_leak_bytes_per_second: lost on the first card.
         gpu_leak_bytes_per_request: the same with each request, on average over all.
         host_leak_bytes_per_second: lost in the host's memory.
         host_leak_bytes_per_token: the same with each generated token.
@@ -395,8 +399,6 @@ class Conditions:
         gauges_frozen: gauges no longer move.
         metrics_renamed: the metrics page is that of another release.
         metrics_delay_seconds: how much longer it takes.
-        release_gpu_bytes: what the releases deployed until this start added on each card.
-        release_host_bytes: the same in the host's memory.
         valid_from_s: since when this holds.
         valid_until_s: the next moment at which any of it may change while the plan and the server's start stay.
     """
@@ -422,8 +424,6 @@ class Conditions:
     gauges_frozen: bool = False
     metrics_renamed: bool = False
     metrics_delay_seconds: float = 0.0
-    release_gpu_bytes: float = 0.0
-    release_host_bytes: float = 0.0
     valid_from_s: float = 0.0
     valid_until_s: float = math.inf
 
@@ -437,21 +437,32 @@ class Conditions:
         return max(filled_bytes, grown)
 
 
+class LifeKind(StrEnum):
+    """Why a server goes down."""
+
+    CRASH = "crash"
+    DEPLOY = "deploy"
+
+
 @dataclass(frozen=True, slots=True)
 class LifeEvent:
     """The server goes down at `t_s` and starts again `down_seconds` later.
 
     Attributes:
-        kind: `crash` or `deploy`.
         keeps_leaks: what was leaked is still lost after the restart.
+        memory_bytes: what the new release needs on top of the one before.
+        speed_ratio: how much faster it is than the one before; steps take 1 / (1 + ratio) times as long.
         fault_id: id in the plan.
     """
 
     t_s: float
-    kind: str
+    kind: LifeKind
     down_seconds: float
     keeps_leaks: bool
+    memory_bytes: float
+    speed_ratio: float
     fault_id: int
+    fault: Fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,13 +535,13 @@ class FaultPlan:
         return current
 
     def answer_fault(self, request_id: int, t_s: float) -> Fault | None:
-        """The fault that the answer to this request has, where its fate is decided at `t_s`.
+        """What goes wrong with the answer to this request, where that is decided at `t_s`.
 
         Where several hit it, the first in the order of `FAULT_KINDS` counts: refusals before broken streams. Of one
         kind it is the one with the smallest share, so that a rare long stall shows beside frequent short ones.
         """
         for fault in self._answers:
-            if fault.is_on(t_s) and self._hits(fault.name, request_id, fault.hit_share):
+            if fault.is_on(t_s) and self._hits(fault.kind, request_id, fault.hit_share):
                 return fault
         return None
 
@@ -550,9 +561,9 @@ class FaultPlan:
         blocks = 0
         for fault in self._faults.values():
             if (
-                fault.name == "kv_leak_per_disconnect"
+                fault.kind == "kv_leak_per_disconnect"
                 and fault.is_on(t_s)
-                and self._hits(fault.name, request_id, fault.share)
+                and self._hits(fault.kind, request_id, fault.share)
             ):
                 whole = int(fault.value)
                 blocks += whole + self._hits("kv_leak_fraction", request_id, fault.value - whole)
@@ -568,7 +579,6 @@ class FaultPlan:
             raise ValueError(f"life events need an end, not {to_s}")
         events: list[LifeEvent] = []
         for fault_id, fault in self._life:
-            keeps_leaks = fault.name == "crash" and bool(fault.option("keeps_leaks"))
             every = fault.option("every")
             t_s = fault.start_s
             turn = 0
@@ -578,7 +588,7 @@ class FaultPlan:
                 t_s = fault.start_s + turn * every
             while t_s < to_s and t_s < fault.end_s:
                 if t_s >= from_s:
-                    events.append(LifeEvent(t_s, fault.name, fault.value, keeps_leaks, fault_id))
+                    events.append(_life_event(t_s, fault_id, fault))
                 if every is None:
                     break
                 turn += 1
@@ -590,7 +600,7 @@ class FaultPlan:
         """Beginnings and ends in `[from_s, to_s)`, in order of time, ends first; crashes and deploys have none."""
         found: list[Switch] = []
         for fault_id, fault in self._faults.items():
-            if fault.kind.where is not Where.LIFE:
+            if fault.definition.where is not Where.LIFE:
                 found += [
                     Switch(t_s, on, fault_id, fault)
                     for t_s, on in ((fault.start_s, True), (fault.end_s, False))
@@ -607,7 +617,7 @@ class FaultPlan:
         """
         factor = 1.0
         for _, fault in self._life:
-            ratio = fault.option("spawn_lottery") if fault.name == "crash" else None
+            ratio = fault.option("spawn_lottery") if fault.kind == "crash" else None
             if ratio:
                 factor *= 1.0 + ratio * (2.0 * self._draw("spawn_lottery", start_number) / _DRAWS - 1.0)
         return factor
@@ -616,10 +626,10 @@ class FaultPlan:
         self.version += 1
         self._current = None
         self._answers = sorted(
-            (fault for fault in self._faults.values() if fault.kind.where is Where.ANSWER),
-            key=lambda fault: (_ANSWER_RANK[fault.name], fault.hit_share, format_fault(fault)),
+            (fault for fault in self._faults.values() if fault.definition.where is Where.ANSWER),
+            key=lambda fault: (_ANSWER_RANK[fault.kind], fault.hit_share, format_fault(fault)),
         )
-        self._life = [(key, fault) for key, fault in self._faults.items() if fault.kind.where is Where.LIFE]
+        self._life = [(key, fault) for key, fault in self._faults.items() if fault.definition.where is Where.LIFE]
 
     def _draw(self, what: str, number: int) -> int:
         """Evenly in 0.._DRAWS - 1, and always the same for the same words."""
@@ -630,32 +640,26 @@ class FaultPlan:
 
     def _any_hits(self, name: str, request_id: int, t_s: float) -> bool:
         return any(
-            fault.name == name and fault.is_on(t_s) and self._hits(name, request_id, fault.value)
+            fault.kind == name and fault.is_on(t_s) and self._hits(name, request_id, fault.value)
             for fault in self._faults.values()
         )
 
     def _conditions(self, t_s: float, started_s: float) -> Conditions:
         step_factor = 1.0
         gpu_second = gpu_request = host_second = host_token = fill = fds = shm = kv_blocks = delay = 0.0
-        cap = release_gpu = release_host = zombie = stuck = 0.0
+        cap = zombie = stuck = 0.0
         clamps: list[float] = []
         limits: list[float] = []
         flags: set[str] = set()
         slowing: list[tuple[float, float, float]] = []
         edges = [started_s]
         for fault in self._faults.values():
-            name, value = fault.name, fault.value
+            name, value = fault.kind, fault.value
             if name == "clamp_max_batch":
                 if fault.is_on(started_s):
                     clamps.append(value)
                 continue
-            if name == "deploy":
-                releases = _turns_until(fault, started_s)
-                release_gpu += releases * (fault.option("gpu_memory") or 0.0)
-                release_host += releases * (fault.option("memory") or 0.0)
-                step_factor /= (1.0 + (fault.option("speed") or 0.0)) ** releases
-                continue
-            if name == "crash" or name in _ANSWER_RANK:
+            if fault.definition.where in (Where.LIFE, Where.ANSWER):
                 continue
             edges += (fault.start_s, fault.end_s)
             if name == "decode_slows_per_hour":
@@ -723,8 +727,6 @@ class FaultPlan:
             gauges_frozen="frozen_gauges" in flags,
             metrics_renamed="renamed_metrics" in flags,
             metrics_delay_seconds=delay,
-            release_gpu_bytes=release_gpu,
-            release_host_bytes=release_host,
             valid_from_s=from_s,
             valid_until_s=min((edge for edge in edges if edge > t_s), default=math.inf),
         )
@@ -740,17 +742,18 @@ def _turn(t_s: float, start_s: float, period_s: float) -> int:
     return turn
 
 
-def _turns_until(fault: Fault, t_s: float) -> int:
-    """How often a crash or deploy has happened, one at `t_s` itself included."""
-    if t_s < fault.start_s:
-        return 0
-    every = fault.option("every")
-    if every is None:
-        return 1
-    if t_s < fault.end_s:
-        return _turn(t_s, fault.start_s, every) + 1
-    last = _turn(fault.end_s, fault.start_s, every)
-    return last + (fault.start_s + last * every < fault.end_s)
+def _life_event(t_s: float, fault_id: int, fault: Fault) -> LifeEvent:
+    get = fault.options.get
+    return LifeEvent(
+        t_s=t_s,
+        kind=LifeKind(fault.kind),
+        down_seconds=fault.value,
+        keeps_leaks=bool(get("keeps_leaks")),
+        memory_bytes=get("memory", 0.0),
+        speed_ratio=get("speed", 0.0),
+        fault_id=fault_id,
+        fault=fault,
+    )
 
 
 def _neighbour(fault: Fault, t_s: float) -> tuple[bool, list[float]]:

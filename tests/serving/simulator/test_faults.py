@@ -13,6 +13,7 @@ from serving.simulator.faults import (
     Conditions,
     Fault,
     FaultPlan,
+    LifeKind,
     Switch,
     Unit,
     Where,
@@ -204,8 +205,6 @@ def test_every_kind_acts_somewhere():
     for kind in FAULT_KINDS.values():
         value = kind.default if kind.default is not None else 7.0
         options = {name: 5.0 for name, option in kind.options.items() if option.required}
-        if kind.name == "deploy":
-            options["speed"] = 0.5
         one = FaultPlan([Fault(kind.name, value, options=options)])
         acts = {
             Where.ANSWER: lambda p: p.answer_fault(1, 0.0) is not None,
@@ -289,14 +288,6 @@ def test_a_cache_fills_to_its_cap_and_a_smaller_cap_never_shrinks_it():
     assert Conditions().cache_after(4.0, 100.0) == 4.0
 
 
-def test_releases_that_were_deployed_before_the_start_keep_their_steps_and_add_up():
-    text = "deploy=30s,start=100s,every=100s,end=301s,memory=10,gpu_memory=-1,speed=100%"
-    for started_s, count in [(0.0, 0), (99.9, 0), (100.0, 1), (230.0, 2), (300.0, 3), (1e6, 3)]:
-        seen = at(text, 1e6, started_s)
-        assert (seen.release_host_bytes, seen.release_gpu_bytes) == (10.0 * count, -1.0 * count)
-        assert seen.step_factor == pytest.approx(0.5**count)
-
-
 @given(st.lists(faults(), max_size=6), st.floats(0, 2e8), st.floats(0, 2e8), st.floats(0, 1))
 def test_conditions_hold_as_long_as_they_say(some, t_s, started_s, part):
     first = FaultPlan(some).conditions(t_s, started_s)
@@ -312,7 +303,7 @@ def test_conditions_hold_as_long_as_they_say(some, t_s, started_s, part):
 
 @given(st.lists(faults(), max_size=5), st.floats(0, 1e6))
 def test_decoding_slows_without_jumps_where_conditions_change(some, started_s):
-    one = FaultPlan(fault for fault in some if fault.name == "decode_slows_per_hour")
+    one = FaultPlan(fault for fault in some if fault.kind == "decode_slows_per_hour")
     seen = one.conditions(started_s, started_s)
     for _ in range(20):
         edge_s = seen.valid_until_s
@@ -370,7 +361,7 @@ def test_which_requests_are_hit_does_not_depend_on_what_else_was_in_the_plan_or_
 
 
 def _name(fault):
-    return None if fault is None else fault.name
+    return None if fault is None else fault.kind
 
 
 def test_one_answer_fault_is_chosen_refusals_first_and_the_rarest_of_a_kind():
@@ -441,12 +432,12 @@ def test_life_events_of_adjoining_spans_are_those_of_the_whole(start_s, every, c
     one = FaultPlan([Fault("crash", 1.0, start_s=start_s, end_s=start_s + 1e5, options={"every": every})])
     pieces = [e for a, b in pairwise(cuts) for e in one.life_events(a, b)]
     assert pieces == one.life_events(cuts[0], cuts[-1])
-    # The deploys counted for a start are the events until then.
-    deploys = FaultPlan(
-        [Fault("deploy", 1.0, start_s=start_s, end_s=start_s + 1e5, options={"every": every, "memory": 1.0})]
-    )
-    until = deploys.life_events(0.0, math.nextafter(cuts[-1], math.inf))
-    assert deploys.conditions(cuts[-1], cuts[-1]).release_host_bytes == len(until)
+
+
+def test_a_deploy_says_what_the_new_release_needs_and_how_fast_it_is():
+    event = plan("deploy=30s,memory=64MiB,speed=-5%").life_events(0.0, 1.0)[0]
+    assert (event.kind, event.memory_bytes, event.speed_ratio) == (LifeKind.DEPLOY, 64.0 * MIB, -0.05)
+    assert event.fault.kind == "deploy"
 
 
 def test_the_spawn_lottery_fixes_the_speed_of_each_start_within_its_ratio():
