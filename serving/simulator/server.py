@@ -15,13 +15,14 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from serving.clock import NS
 from serving.exposition import Histogram
 from serving.simulator import core
 from serving.simulator.core import Flight, Scheduled, State
 from serving.simulator.dialects.base import Trouble
-from serving.simulator.faults import Conditions, FaultPlan, LifeEvent, LifeKind
+from serving.simulator.faults import Conditions, FaultPlan, LifeEvent
 from serving.simulator.spec import Arrival, Finish, GpuView, ProcessView, ServerSpec, SlotView, Snapshot, Step
 from serving.simulator.truth import TruthWriter
 
@@ -29,6 +30,7 @@ __all__ = ["GpuModel", "HistogramCounter", "Memory", "SimulatedServer"]
 
 _COMPLETIONS = "/v1/completions"
 _NEVER_NS = 2**62
+_NO_LIMIT = 1_000_000
 
 
 class HistogramCounter:
@@ -86,11 +88,22 @@ class Memory:
     GPU leaks on the first card.
     """
 
-    __slots__ = ("_spec", "cache_bytes", "descriptors", "gpu_leaked", "host_leaked", "peak_running", "peak_tokens")
+    __slots__ = (
+        "_spec",
+        "cache_bytes",
+        "descriptors",
+        "gpu_leaked",
+        "host_leaked",
+        "peak_running",
+        "peak_tokens",
+        "release_bytes",
+    )
     _spec: ServerSpec
 
-    def __init__(self, spec: ServerSpec) -> None:
+    def __init__(self, spec: ServerSpec, release_bytes: float = 0.0) -> None:
         self._spec = spec
+        self.release_bytes = release_bytes
+        """What releases since the first need on top, in the host's memory."""
         self.gpu_leaked = 0.0
         self.host_leaked = 0.0
         self.cache_bytes = 0.0
@@ -105,28 +118,33 @@ class Memory:
         self.gpu_leaked += conditions.gpu_leak_bytes_per_second * seconds
         self.host_leaked += conditions.host_leak_bytes_per_second * seconds
         self.descriptors += conditions.fd_leak_per_second * seconds
-        if conditions.cache_fill_bytes_per_second and self.cache_bytes < conditions.cache_cap_bytes:
-            filled = self.cache_bytes + conditions.cache_fill_bytes_per_second * seconds
-            self.cache_bytes = min(filled, conditions.cache_cap_bytes)
+        self.cache_bytes = conditions.cache_after(self.cache_bytes, seconds)
 
     def work(self, running: float, tokens: float) -> None:
         """A step ran `running` requests and processed `tokens` tokens."""
         self.peak_running = max(self.peak_running, running)
         self.peak_tokens = max(self.peak_tokens, tokens)
 
-    def gpu_bytes(self, card: int, running: float, *, high_water: bool) -> float:
+    def gpu_bytes(self, card: int, running: float) -> float:
         """Bytes in use on a card. The framework's allocator keeps what activations once took."""
         memory = self._spec.memory
-        requests = self.peak_running if high_water else running
-        used = memory.weights_bytes + memory.kv_cache_bytes + memory.workspace_bytes
-        used += memory.activation_bytes_per_token * self.peak_tokens + memory.gpu_bytes_per_request * requests
+        used: float = memory.weights_bytes + memory.kv_cache_bytes + memory.workspace_bytes
+        used += memory.activation_bytes_per_token * self.peak_tokens + memory.gpu_bytes_per_request * running
         return used + (self.gpu_leaked if card == 0 else 0.0)
 
-    def host_bytes(self, running: float, *, high_water: bool) -> float:
+    def host_bytes(self, running: float, conditions: Conditions) -> float:
         """Anonymous memory of the server's processes."""
         memory = self._spec.memory
-        requests = self.peak_running if high_water else running
-        return memory.host_base_bytes + memory.host_bytes_per_request * requests + self.host_leaked + self.cache_bytes
+        requests = self.peak_running if conditions.high_water else running
+        used = memory.host_base_bytes + memory.host_bytes_per_request * requests + self.host_leaked + self.cache_bytes
+        return used + self.release_bytes
+
+    def exhausted(self, running: float, conditions: Conditions) -> bool:
+        """Whether the server is out of memory: on a card, or on the host where there is no card."""
+        if self._spec.memory.cards:
+            limit = min(self._spec.memory.card_total_bytes, conditions.oom_at_bytes or math.inf)
+            return self.gpu_bytes(0, running) > limit
+        return conditions.oom_at_bytes is not None and self.host_bytes(running, conditions) > conditions.oom_at_bytes
 
 
 class SimulatedServer:
@@ -151,7 +169,9 @@ class SimulatedServer:
         truth: TruthWriter | None = None,
         cold: bool = False,
     ) -> None:
+        self._given = spec
         self.spec = spec
+        """As it runs: with what the present start was clamped to."""
         self.plan = plan if plan is not None else FaultPlan()
         self.truth = truth
         self.origin_ns = t_ns
@@ -164,26 +184,34 @@ class SimulatedServer:
         self.shared_bytes = 0.0
         """Leaked shared memory (/dev/shm): no restart gives it back."""
         self._edges = dict(edges or {})
-        self._release_speed = 1.0
+        self._keeps_leaks = False
+        self._startup_ns = 0
         self._release_bytes = 0.0
+        self._release_speed = 1.0
         self._frozen: tuple[float, float, float] | None = None
         self._now_ns = t_ns
         self._life_ns = t_ns
         self._down_until_ns: int | None = None
+        self.state = State.fresh(spec, t_ns)
+        self.memory = Memory(spec)
         self._start(t_ns, t_ns + (round(spec.start_seconds * NS) if cold else 0), keeps_leaks=False)
 
     def _start(self, t_ns: int, ready_ns: int, *, keeps_leaks: bool) -> None:
-        before = self.__dict__.get("memory")
-        leaked_blocks = self.state.pool.leaked if keeps_leaks and before is not None else 0
+        before, leaked_blocks = self.memory, self.state.pool.leaked
         self.start_number += 1
         self.started_ns = t_ns
+        clamp = self.plan.conditions(self._seconds(t_ns), self._seconds(t_ns)).max_batch_clamp
+        if clamp is not None and clamp < self._given.max_batch:
+            self.spec = replace(self._given, max_batch=clamp, asked_max_batch=self._given.max_batch)
+        else:
+            self.spec = self._given
         self.ready_ns = ready_ns
         self._down_until_ns = None
         self._frozen = None
-        self.state = State.fresh(self.spec, max(t_ns, ready_ns))
-        self.state.pool.leak(leaked_blocks)
-        self.memory = Memory(self.spec)
-        if keeps_leaks and before is not None:
+        self.state = State.fresh(self.spec, t_ns)
+        self.memory = Memory(self.spec, self._release_bytes)
+        if keeps_leaks:
+            self.state.pool.leak(leaked_blocks)
             self.memory.gpu_leaked, self.memory.host_leaked = before.gpu_leaked, before.host_leaked
             self.memory.descriptors = before.descriptors
         self.flights: dict[int, Flight] = {}
@@ -196,7 +224,6 @@ class SimulatedServer:
         self.longest_tokens = 0
         self.histograms = {signal: HistogramCounter(edges) for signal, edges in self._edges.items()}
         self._spawn_factor = self.plan.spawn_factor(self.start_number)
-        self._leak_debt = 0.0
         if self.truth is not None:
             self.truth.start(t_ns, self.spec, self.start_number)
 
@@ -258,11 +285,9 @@ class SimulatedServer:
                 self._life_ns = max(self._life_ns, t_ns)
 
     def _live(self, event: LifeEvent) -> None:
-        fault = event.fault
-        if event.kind is LifeKind.DEPLOY:
-            self._release_bytes += event.memory_bytes
-            self._release_speed *= 1.0 + event.speed_ratio
-        self._event(event.kind.value, fault=fault.kind)
+        self._release_bytes += event.memory_bytes
+        self._release_speed *= 1.0 + event.speed_ratio
+        self._event(event.kind.value, fault=event.fault_id)
         self.go_down(event.down_seconds, keeps_leaks=event.keeps_leaks)
 
     def go_down(self, seconds: float, *, keeps_leaks: bool = False, startup_seconds: float = 0.0) -> None:
@@ -332,10 +357,10 @@ class SimulatedServer:
         if flight is None or request_id in self._zombies:
             return
         at_s = self._seconds(t_ns)
-        leak = self.conditions.kv_leak_blocks_per_disconnect
+        leak = self.plan.kv_leak_blocks(request_id, at_s)
         if leak:
-            lost = self.state.pool.leak(round(leak))
-            self._event("leak", what="kv_blocks", amount=lost)
+            self.state.pool.leak(leak)
+            self._event("leak", what="kv_blocks", amount=self.state.pool.leaked)
         if self.plan.is_zombie(request_id, at_s):
             # It goes on to its end as if somebody listened.
             self._zombies.add(request_id)
@@ -371,9 +396,7 @@ class SimulatedServer:
             return None
         state.t_ns = max(state.t_ns, t_ns, self.ready_ns)
         conditions = self.conditions
-        limit = conditions.max_batch_clamp
-        if conditions.limit_ignored:
-            limit = 1_000_000
+        limit = _NO_LIMIT if conditions.limit_ignored else self.spec.max_batch
         at_s = self._seconds(state.t_ns)
         factor = conditions.step_factor * self._spawn_factor / self._release_speed
         scheduled = core.begin(state, max_batch=limit, factor=factor, decode_factor=conditions.decode_factor(at_s))
@@ -381,8 +404,7 @@ class SimulatedServer:
             return None
         work = scheduled.work
         self.memory.work(scheduled.running, work.prefill_tokens + work.decode_sequences)
-        limit_bytes = min(self.spec.memory.card_total_bytes, conditions.oom_at_bytes or math.inf)
-        if self.spec.memory.cards and self._gpu_bytes(0, conditions, scheduled.running) > limit_bytes:
+        if self.memory.exhausted(scheduled.running, conditions):
             self.die(Trouble.OUT_OF_MEMORY)
             return None
         return scheduled
@@ -408,10 +430,11 @@ class SimulatedServer:
                 duration.observe((end_ns - flight.t_received_ns) / NS)
             self._end(flight, why)
         if self.truth is not None:
+            conditions, running = self.conditions, len(self.state.running)
             self.truth.step(
                 step,
-                round(self._gpu_bytes(0, self.conditions, len(self.state.running))),
-                round(self._host_bytes(self.conditions)),
+                round(self.memory.gpu_bytes(0, running)),
+                round(self.memory.host_bytes(running, conditions)),
             )
         return step
 
@@ -492,13 +515,6 @@ class SimulatedServer:
 
     # ---- what is seen
 
-    def _gpu_bytes(self, card: int, conditions: Conditions, running: float) -> float:
-        release = self._release_bytes if card == 0 else 0.0
-        return self.memory.gpu_bytes(card, running, high_water=conditions.high_water) + release
-
-    def _host_bytes(self, conditions: Conditions) -> float:
-        return self.memory.host_bytes(len(self.state.running), high_water=conditions.high_water) + self._release_bytes
-
     def snapshot(self, t_ns: int | None = None) -> Snapshot | None:
         """What can be seen at `t_ns` (now when absent); None while the process is down."""
         if t_ns is not None:
@@ -533,11 +549,11 @@ class SimulatedServer:
             slots=self._slots(),
             longest_tokens=self.longest_tokens,
             gpus=tuple(
-                GpuModel.view(self.spec, card, self._gpu_bytes(card, conditions, len(state.running)), busy)
+                GpuModel.view(self.spec, card, self.memory.gpu_bytes(card, len(state.running)), busy)
                 for card in range(self.spec.memory.cards)
             ),
             process=ProcessView(
-                anonymous_memory_bytes=round(self._host_bytes(conditions)),
+                anonymous_memory_bytes=round(self.memory.host_bytes(len(state.running), conditions)),
                 open_fds=round(64 + self.memory.descriptors + state.inside),
                 cpu_seconds=self.prefill_seconds + self.decode_seconds,
                 shared_memory_bytes=round(self.shared_bytes),
