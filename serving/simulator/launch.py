@@ -1,0 +1,552 @@
+"""What a server really gets when it is launched: weights, workspace and KV pool of each card, limits and clamps.
+
+The arithmetic is each engine's own, as far as it can be known without running it:
+
+    vLLM        plans with a share of the card (`gpu_memory_utilization`, 0.9): what weights, activations at the token
+                budget and the logits of a full batch leave of it is the KV pool, in blocks of 16 tokens. It refuses to
+                start when one request of full length does not fit. Cards with 70 GiB and more, but not the A100, get
+                8,192 tokens a step and 1,024 requests at once by default, others 2,048 and 256.
+    SGLang      plans with `mem_fraction_static`, worked out from the chunk size, the size of the graphs and the number
+                of cards where it is not given. The pool is counted in tokens; the running limit is cut to half of them.
+                A pool below the context is no failure: longer requests are refused.
+    llama.cpp   divides its context (`-c`) among its slots when their number is given, else four slots share it. A
+                context that is not given is fitted to the memory that is left. Experts may stay in main memory.
+
+What cannot be known (code, workspace of kernels, buffers of the links) is a constant here, set so that published sizes
+of the KV pool come out within a tenth.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+from serving.cards import Card, Host, find_card
+from serving.engines import ENGINES
+from serving.errors import ConfigError
+from serving.model import ModelShape, Split, read_model
+from serving.settings import Settings
+from serving.simulator.dialects.base import StartFailure
+from serving.simulator.roofline import Efficiency, Roofline
+from serving.simulator.spec import MemoryPlan, OnFull, Policy, ServerSpec
+
+__all__ = ["LaunchFailure", "launch"]
+
+_GIB: Final = 2**30
+_MIB: Final = 2**20
+_DRIVER_BYTES: Final = 512 * _MIB
+"""What the driver keeps of the memory that it shows as total."""
+_CONTEXT_BYTES: Final = 600 * _MIB
+"""Code and libraries of a PyTorch engine on each card."""
+_LINK_BYTES: Final = 600 * _MIB
+"""Buffers for exchange with other cards."""
+_GRAPH_BYTES: Final = 512 * _MIB
+"""Captured graphs of decode steps."""
+_GGML_CONTEXT_BYTES: Final = 300 * _MIB
+_FIT_MARGIN_BYTES: Final = 1024 * _MIB
+"""What llama.cpp leaves free on a card when it fits the context to it."""
+_LOGIT_BYTES: Final = 10
+"""For each token of the vocabulary and each request: logits in 16 and 32 bits, and what sampling adds."""
+_LOAD_BYTES_PER_SECOND: Final = 3e9
+"""From a local disk."""
+
+_RELEASES: Final = MappingProxyType({"vllm": "0.33.0", "sglang": "0.5.23", "llamacpp": "b11434"})
+_KV_BITS: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        **dict.fromkeys(("auto", "bf16", "bfloat16", "f16", "fp16", "float16", "half"), 16.0),
+        **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "int8"), 8.0),
+        "f32": 32.0,
+        "q8_0": 8.5,
+        "q5_1": 6.0,
+        "q5_0": 5.5,
+        "q4_1": 5.0,
+        "q4_0": 4.5,
+        "iq4_nl": 4.5,
+    }
+)
+"""Bits of an element of the KV cache by the engines' names for its type; ggml's blocks of 32 share a scale."""
+
+
+class LaunchFailure(ConfigError):  # noqa: N818 # a start that failed is an answer of the simulation
+    """The server does not come up.
+
+    Attributes:
+        failure: why, in the word that a dialect's start-up log takes.
+        spec: the server as far as it had been worked out, for that log; its pool may be empty.
+    """
+
+    def __init__(self, failure: StartFailure, message: str, spec: ServerSpec) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.spec = spec
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What was asked for, with its defaults filled in as far as they are the same for all engines.
+
+    Attributes:
+        usable_bytes: memory of one card that a program can get.
+        weights_bytes: weights on the fullest card.
+        kv_token_bytes: one token in the KV cache of one card.
+        activation_token_bytes: activations of one token while it goes through a layer, on one card.
+    """
+
+    engine: str
+    release: str
+    served: str
+    model: ModelShape
+    card: Card
+    split: Split
+    kv_bits: float
+    cost: Roofline
+    utilization: float | None
+    max_batch: int | None
+    context_tokens: int
+    context_given: bool
+    token_budget: int | None
+    block_tokens: int | None
+    kv_blocks: int | None
+    kv_tokens: int | None
+    partitioned: bool | None
+    physical_tokens: int
+    host_expert_ratio: float
+    usable_bytes: int
+    weights_bytes: int
+    kv_token_bytes: int
+    activation_token_bytes: int
+    settings: Mapping[str, str | int | float | bool | None]
+
+    @property
+    def cards(self) -> int:
+        return self.split.tensor * self.split.pipeline
+
+    def spec(
+        self,
+        *,
+        max_batch: int,
+        token_budget: int,
+        block_tokens: int,
+        kv_blocks: int,
+        workspace_bytes: int,
+        start_seconds: float,
+        policy: Policy,
+        settings: Mapping[str, str | int | float | bool | None],
+        context_tokens: int | None = None,
+        activation_token_bytes: int = 0,
+        request_bytes: int = 0,
+    ) -> ServerSpec:
+        kv_bytes = kv_blocks * block_tokens * self.kv_token_bytes
+        planned = self.weights_bytes + kv_bytes + workspace_bytes
+        planned += activation_token_bytes * token_budget + request_bytes * max_batch
+        total_weights = self.model.weight_bytes(self.model.parameters)
+        return ServerSpec(
+            engine=self.engine,
+            release=self.release,
+            model=self.served,
+            max_batch=max_batch,
+            context_tokens=context_tokens or self.context_tokens,
+            token_budget=token_budget,
+            block_tokens=block_tokens,
+            kv_blocks=kv_blocks,
+            cost=self.cost,
+            memory=MemoryPlan(
+                cards=self.cards,
+                card_name=self.card.name,
+                card_total_bytes=self.card.memory_bytes,
+                weights_bytes=self.weights_bytes,
+                kv_cache_bytes=kv_bytes,
+                workspace_bytes=workspace_bytes,
+                activation_bytes_per_token=activation_token_bytes,
+                gpu_bytes_per_request=request_bytes,
+                reserve_bytes=max(0, self.card.memory_bytes - planned),
+            ),
+            policy=policy,
+            asked_max_batch=self.max_batch if self.max_batch not in (None, max_batch) else None,
+            card_parallel=self.cards,
+            start_seconds=start_seconds + total_weights / _LOAD_BYTES_PER_SECOND,
+            settings={**self.settings, **settings},
+        )
+
+    def fail(self, failure: StartFailure, message: str, spec: ServerSpec) -> LaunchFailure:
+        where = f"{self.cards} x {self.card.name}" if self.cards > 1 else self.card.name
+        return LaunchFailure(
+            failure, f"{self.engine} with {self.model.name} on {where} does not start: {message}", spec
+        )
+
+    def check_weights(self, room: int, spec: ServerSpec) -> None:
+        """Raise if the weights are larger than `room` bytes."""
+        if self.weights_bytes > room:
+            raise self.fail(
+                StartFailure.WEIGHTS_OUT_OF_MEMORY,
+                f"weights need {_gib(self.weights_bytes)} on each card and {_gib(max(0, room))} are there; "
+                "use fewer bits per weight, or more cards",
+                spec,
+            )
+
+
+def launch(
+    engine: str,
+    *,
+    model: ModelShape | str | None = None,
+    card: Card | str,
+    cards: int = 1,
+    host: Host | None = None,
+    settings: Settings | None = None,
+    release: str | None = None,
+    weight_bits: float | None = None,
+    host_expert_ratio: float = 0.0,
+    partitioned: bool | None = None,
+    physical_batch_tokens: int | None = None,
+    efficiency: Efficiency | None = None,
+    max_batch: int | None = None,
+    kv_blocks: int | None = None,
+    context_tokens: int | None = None,
+    token_budget: int | None = None,
+    block_tokens: int | None = None,
+) -> ServerSpec:
+    """Start a server on paper.
+
+    Args:
+        engine: `vllm`, `sglang` or `llamacpp`.
+        model: its shape, or what `read_model` takes; None takes the settings' model.
+        card: the card, or a name of it.
+        cards: how many of them there are. vLLM and SGLang share each layer among all of them unless the settings say
+            otherwise; llama.cpp gives each card its own layers.
+        host: the machine around them.
+        settings: what the serving file asks for.
+        release: the engine's release; None is the newest that is known.
+        weight_bits: bits per weight, where they are other than the configuration says. For llama.cpp, the average over
+            the whole file (4.85 for Q4_K_M).
+        host_expert_ratio: share of the expert layers whose experts stay in main memory (llama.cpp's `--n-cpu-moe`).
+        partitioned: each slot of llama.cpp has its own part of the context; None is partitioned when the number of
+            slots is given, as llama.cpp has it.
+        physical_batch_tokens: llama.cpp's `-ub`; None is 512.
+        efficiency: shares of peak for the roofline.
+        max_batch: requests at once; before the settings, as are the following.
+        kv_blocks: blocks of the KV pool in place of what memory allows; still it has to fit.
+        context_tokens: longest prompt plus output.
+        token_budget: tokens of one step.
+        block_tokens: tokens of a KV block.
+
+    Raises:
+        LaunchFailure: the server does not come up.
+        ConfigError: what was asked for is contradictory or unknown.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"engine {engine!r} is not known; known: {', '.join(ENGINES)}")
+    asked = settings or Settings(path="(no settings file)")
+    if asked.engine not in (None, engine):
+        raise ConfigError(f"{asked.where('engine')}: engine is {asked.engine}, but {engine} is to be launched")
+    source = model or asked.model
+    if source is None:
+        raise ConfigError("no model: name one, or set model in the settings file")
+    shape = source if isinstance(source, ModelShape) else read_model(source)
+    if weight_bits is not None:
+        if not 1 <= weight_bits <= 32:
+            raise ConfigError(f"weight_bits is {weight_bits:g}; it must be between 1 and 32")
+        # A GGUF file's bits are an average over everything in it; elsewhere embedding and output matrix stay as they are.
+        embedding_bits = weight_bits if engine == "llamacpp" else shape.embedding_bits
+        shape = replace(shape, weight_bits=weight_bits, embedding_bits=embedding_bits)
+    if engine != "llamacpp" and (host_expert_ratio or partitioned or physical_batch_tokens):
+        raise ConfigError(
+            f"host_expert_ratio, partitioned and physical_batch_tokens are for llamacpp, not for {engine}"
+        )
+    for name, value in (
+        ("cards", cards),
+        ("max_batch", max_batch),
+        ("kv_blocks", kv_blocks),
+        ("context_tokens", context_tokens),
+        ("token_budget", token_budget),
+        ("block_tokens", block_tokens),
+    ):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
+    which = find_card(card) if isinstance(card, str) else card
+    split = _split(engine, shape, asked, cards)
+    kv_name = (asked.kv_cache_dtype or "auto").lower()
+    if kv_name not in _KV_BITS:
+        raise ConfigError(
+            f"{asked.where('kv_cache_dtype')}: kv_cache_dtype {kv_name!r} is not known; known: {', '.join(_KV_BITS)}"
+        )
+    context = context_tokens or asked.max_model_len
+    if context is not None and context > shape.context_tokens and engine != "llamacpp":
+        raise ConfigError(
+            f"{asked.where('max_model_len')}: {context} tokens are more than the {shape.context_tokens} of {shape.name}"
+        )
+    physical = (physical_batch_tokens or 512) if engine == "llamacpp" else None
+    on_card = shape.on_card(split)
+    if engine == "llamacpp":
+        # The input embedding stays in main memory; where it is the output matrix too, the card has a copy.
+        on_card = replace(on_card, embedding=0, head=on_card.head or on_card.embedding)
+        on_card = replace(on_card, experts=on_card.experts - round(on_card.experts * host_expert_ratio))
+    start = _Launch(
+        engine=engine,
+        release=release or _RELEASES[engine],
+        served=asked.model or shape.name,
+        model=shape,
+        card=which,
+        split=split,
+        kv_bits=_KV_BITS[kv_name],
+        cost=Roofline(
+            shape,
+            which,
+            split=split,
+            kv_bits=_KV_BITS[kv_name],
+            host=host,
+            host_expert_ratio=host_expert_ratio,
+            physical_batch_tokens=physical,
+            efficiency=efficiency,
+        ),
+        utilization=asked.gpu_memory_utilization,
+        max_batch=max_batch or asked.max_batch_size,
+        context_tokens=context or shape.context_tokens,
+        context_given=context is not None,
+        token_budget=token_budget or asked.max_num_batched_tokens,
+        block_tokens=block_tokens,
+        kv_blocks=kv_blocks,
+        kv_tokens=asked.kv_cache_capacity_tokens,
+        partitioned=partitioned,
+        physical_tokens=physical or 0,
+        host_expert_ratio=host_expert_ratio,
+        usable_bytes=which.memory_bytes - _DRIVER_BYTES,
+        weights_bytes=shape.weight_bytes(on_card),
+        kv_token_bytes=shape.kv_bytes_per_token(_KV_BITS[kv_name], split),
+        activation_token_bytes=_activation_bytes(shape, split),
+        settings={"kv_cache_dtype": kv_name},
+    )
+    return {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}[engine](start)
+
+
+def _split(engine: str, model: ModelShape, settings: Settings, cards: int) -> Split:
+    """How the model is divided, checked against the number of cards."""
+    if (settings.data_parallel_size or 1) > 1:
+        raise ConfigError(
+            f"{settings.where('data_parallel_size')}: only one copy of a model is simulated; "
+            "launch one server for each copy"
+        )
+    tensor, pipeline = settings.tensor_parallel_size, settings.pipeline_parallel_size
+    if engine == "llamacpp":
+        tensor = tensor or 1
+        pipeline = pipeline or max(1, cards // tensor)
+    else:
+        pipeline = pipeline or 1
+        tensor = tensor or max(1, cards // pipeline)
+    if tensor * pipeline > cards:
+        raise ConfigError(
+            f"{settings.where('tensor_parallel_size')}: {tensor} x {pipeline} cards are needed and {cards} are there"
+        )
+    expert = settings.expert_parallel_size or 1
+    if expert > 1 and (tensor % expert or (engine == "vllm" and expert != tensor)):
+        rule = "be the tensor-parallel size" if engine == "vllm" else "divide the tensor-parallel size"
+        raise ConfigError(f"{settings.where('expert_parallel_size')}: {expert} must {rule}, {tensor}")
+    split = Split(tensor, pipeline, expert)
+    model.check_split(split)
+    return split
+
+
+def _activation_bytes(model: ModelShape, split: Split) -> int:
+    """Activations of one token in a layer on one card, in 16 bits: residual and norms, attention, feed-forward."""
+    attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim // split.tensor
+    dense = 3 * max(model.intermediate, model.shared_intermediate) // split.tensor
+    routed = model.experts_per_token * (3 * model.expert_intermediate // split.tensor + model.hidden)
+    return 2 * (6 * model.hidden + attention + max(dense, routed))
+
+
+def _vllm(start: _Launch) -> ServerSpec:
+    card, model = start.card, start.model
+    large = card.memory_bytes >= 70 * _GIB and "a100" not in card.name.lower()
+    budget = start.token_budget or (8192 if large else 2048)
+    batch = start.max_batch or min(1024 if large else 256, budget)
+    if budget < batch:
+        raise ConfigError(f"vllm: {budget} tokens a step are fewer than {batch} requests at once; raise the former")
+    utilization = start.utilization or 0.9
+    size = start.block_tokens or 16
+    request_bytes = model.vocabulary * _LOGIT_BYTES
+    fixed = _CONTEXT_BYTES + _GRAPH_BYTES + (_LINK_BYTES if start.cards > 1 else 0)
+    room = int(start.usable_bytes * utilization) - start.weights_bytes - fixed
+    room -= start.activation_token_bytes * budget + request_bytes * batch
+    fits = max(0, room) // (size * start.kv_token_bytes)
+    blocks = start.kv_blocks or ((start.kv_tokens or 0) // size) or fits
+
+    def spec(kv_blocks: int) -> ServerSpec:
+        return start.spec(
+            max_batch=batch,
+            token_budget=budget,
+            block_tokens=size,
+            kv_blocks=kv_blocks,
+            workspace_bytes=fixed + _DRIVER_BYTES,
+            activation_token_bytes=start.activation_token_bytes,
+            request_bytes=request_bytes,
+            start_seconds=45.0,
+            policy=Policy(),
+            settings={
+                "tensor_parallel_size": start.split.tensor,
+                "pipeline_parallel_size": start.split.pipeline,
+                "enable_expert_parallel": start.split.expert > 1,
+                "max_model_len": start.context_tokens,
+                "max_num_seqs": batch,
+                "max_num_batched_tokens": budget,
+                "gpu_memory_utilization": utilization,
+            },
+        )
+
+    start.check_weights(start.usable_bytes - _CONTEXT_BYTES, spec(0))
+    if not fits or blocks > fits:
+        wanted = f", and {_gib(blocks * size * start.kv_token_bytes)} were asked for" if blocks > fits else ""
+        raise start.fail(
+            StartFailure.NO_KV_CACHE,
+            f"of gpu_memory_utilization {utilization:g} x {_gib(start.usable_bytes)} on each card, "
+            f"{_gib(start.weights_bytes)} are weights and {_gib(max(0, room))} are left for the KV cache{wanted}; raise "
+            f"gpu_memory_utilization, lower max_num_batched_tokens ({budget}), or use fewer bits per weight",
+            spec(0),
+        )
+    if blocks * size < start.context_tokens:
+        raise start.fail(
+            StartFailure.KV_BELOW_ONE_REQUEST,
+            f"one request of max_model_len {start.context_tokens} needs "
+            f"{_gib(start.context_tokens * start.kv_token_bytes)} of KV cache on each card, and "
+            f"{_gib(blocks * size * start.kv_token_bytes)} are there, enough for {blocks * size} tokens; "
+            "lower max_model_len",
+            spec(blocks),
+        )
+    return spec(blocks)
+
+
+def _sglang(start: _Launch) -> ServerSpec:
+    card, model = start.card, start.model
+    chunk, graph_batch = _sglang_sizes(card.memory_bytes / _GIB, start.split.tensor)
+    chunk = start.token_budget or chunk
+    total_mib = card.memory_bytes / _MIB
+    reserved = 512 + 1.5 * max(chunk, 2048) + 2 * graph_batch + start.cards / 8 * 1024
+    if total_mib > 60 * 1024:
+        reserved = max(reserved, 10 * 1024)
+    fraction = start.utilization or round((total_mib - reserved) / total_mib, 3)
+    size = start.block_tokens or 1
+    fixed = _CONTEXT_BYTES + (_LINK_BYTES if start.cards > 1 else 0)
+    free = start.usable_bytes - fixed
+    room = int(free * fraction) - start.weights_bytes
+    fits = max(0, room) // (size * start.kv_token_bytes)
+    blocks = start.kv_blocks or min(fits, (start.kv_tokens or fits * size) // size)
+    tokens = blocks * size
+    estimate = min(max(tokens * 512 // start.context_tokens, 2048), 4096)
+    batch = max(1, min(start.max_batch or estimate, tokens // 2))
+    graphs = _GRAPH_BYTES + graph_batch * model.vocabulary * _LOGIT_BYTES // start.split.tensor
+
+    def spec(kv_blocks: int) -> ServerSpec:
+        return start.spec(
+            max_batch=batch,
+            # A pool below the context is no failure here: what is longer than the pool is refused.
+            context_tokens=min(start.context_tokens, max(1, tokens)),
+            token_budget=chunk,
+            block_tokens=size,
+            kv_blocks=kv_blocks,
+            workspace_bytes=fixed + graphs + _DRIVER_BYTES,
+            activation_token_bytes=start.activation_token_bytes,
+            start_seconds=40.0,
+            policy=Policy(prefill_first=True, reserved_output_ratio=0.7),
+            settings={
+                "tp_size": start.split.tensor,
+                "pp_size": start.split.pipeline,
+                "ep_size": start.split.expert,
+                "context_length": start.context_tokens,
+                "max_running_requests": start.max_batch,
+                "chunked_prefill_size": chunk,
+                "max_prefill_tokens": 16384,
+                "mem_fraction_static": fraction,
+                "page_size": size,
+            },
+        )
+
+    start.check_weights(free, spec(0))
+    if not fits or blocks > fits:
+        raise start.fail(
+            StartFailure.NO_KV_CACHE,
+            f"of mem_fraction_static {fraction:g} x {_gib(free)} on each card, {_gib(start.weights_bytes)} are weights "
+            f"and {_gib(max(0, room))} are left for the KV cache; raise it, or use fewer bits per weight",
+            spec(0),
+        )
+    needed = graphs + start.activation_token_bytes * chunk
+    if needed > free * (1 - fraction):
+        raise start.fail(
+            StartFailure.WARMUP_OUT_OF_MEMORY,
+            f"graphs and activations need {_gib(needed)} on each card and mem_fraction_static {fraction:g} leaves "
+            f"{_gib(int(free * (1 - fraction)))}; lower it, or lower chunked_prefill_size ({chunk})",
+            spec(blocks),
+        )
+    return spec(blocks)
+
+
+def _sglang_sizes(memory_gib: float, tensor: int) -> tuple[int, int]:
+    """(chunked_prefill_size, largest batch with a graph) by a card's memory, as SGLang 0.5 chooses them."""
+    few = tensor < 4
+    for below, chunk, graph_few, graph_many in (
+        (20, 2048, 8, 8),
+        (35, 2048, 24, 80),
+        (60, 4096, 32, 160),
+        (160, 8192, 256, 512),
+    ):
+        if memory_gib < below:
+            return chunk, graph_few if few else graph_many
+    return 16384, 512
+
+
+def _llamacpp(start: _Launch) -> ServerSpec:
+    model = start.model
+    slots = start.max_batch or 4
+    partitioned = start.max_batch is not None if start.partitioned is None else start.partitioned
+    buffers = start.physical_tokens * (4 * model.vocabulary + start.activation_token_bytes)
+    fixed = _GGML_CONTEXT_BYTES + buffers
+    room = start.usable_bytes - start.weights_bytes - fixed
+    parts = slots if partitioned else 1
+    if start.kv_blocks:
+        context = start.kv_blocks
+    elif start.kv_tokens:
+        context = start.kv_tokens
+    elif start.context_given:
+        context = start.context_tokens * parts
+    else:
+        context = min(model.context_tokens, max(0, room - _FIT_MARGIN_BYTES) // start.kv_token_bytes)
+        context = context // 256 * 256
+    slot = context // parts if start.kv_blocks else -(-context // (parts * 256)) * 256
+    context = slot * parts
+    fits = max(0, room) // start.kv_token_bytes
+    wanted = min(slot, start.context_tokens if start.context_given else model.context_tokens, model.context_tokens)
+    batch_tokens = min(start.token_budget or 2048, max(1, context))
+
+    def spec(cells: int) -> ServerSpec:
+        return start.spec(
+            max_batch=slots,
+            context_tokens=max(1, wanted),
+            token_budget=batch_tokens,
+            block_tokens=start.block_tokens or 1,
+            kv_blocks=cells // (start.block_tokens or 1),
+            workspace_bytes=fixed + _DRIVER_BYTES,
+            start_seconds=1.0,
+            policy=Policy(on_full=OnFull.FAIL, partitioned=partitioned, counts_at_finish=True),
+            settings={
+                "n_ctx": context,
+                "n_ctx_slot": wanted,
+                "n_ctx_train": model.context_tokens,
+                "n_parallel": slots,
+                "kv_unified": not partitioned,
+                "n_batch": batch_tokens,
+                "n_ubatch": start.physical_tokens,
+                "n_cpu_moe": round(start.host_expert_ratio * model.expert_layers),
+            },
+        )
+
+    start.check_weights(start.usable_bytes - fixed, spec(0))
+    if not 0 < context <= fits:
+        raise start.fail(
+            StartFailure.NO_KV_CACHE,
+            f"a context of {context} tokens needs {_gib(context * start.kv_token_bytes)} on each card, and "
+            f"{_gib(max(0, room))} are left beside {_gib(start.weights_bytes)} of weights and {_gib(buffers)} of "
+            "buffers; lower the context, or keep more experts in main memory",
+            spec(0),
+        )
+    return spec(context)
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:.2f} GiB"
