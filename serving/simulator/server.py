@@ -14,7 +14,7 @@ watch as fast as the machine can.
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from serving.clock import NS
@@ -24,6 +24,7 @@ from serving.simulator.core import Flight, Scheduled, State
 from serving.simulator.dialects.base import Trouble
 from serving.simulator.faults import Conditions, FaultPlan, LifeEvent
 from serving.simulator.spec import Arrival, Finish, GpuView, ProcessView, ServerSpec, SlotView, Snapshot, Step
+from serving.simulator.traffic import Traffic
 from serving.simulator.truth import TruthWriter
 
 __all__ = ["GpuModel", "HistogramCounter", "Memory", "SimulatedServer"]
@@ -156,6 +157,7 @@ class SimulatedServer:
         edges: histogram edges by canonical signal, as the dialect has them.
         plan: faults; none by default. May be changed while the server runs.
         truth: where to write down what happens.
+        traffic: customers, for `run_until`; others may arrive beside them.
         cold: whether the first start takes its time.
     """
 
@@ -167,6 +169,7 @@ class SimulatedServer:
         edges: Mapping[str, tuple[float, ...]] | None = None,
         plan: FaultPlan | None = None,
         truth: TruthWriter | None = None,
+        traffic: Traffic | None = None,
         cold: bool = False,
     ) -> None:
         self._given = spec
@@ -174,6 +177,8 @@ class SimulatedServer:
         """As it runs: with what the present start was clamped to."""
         self.plan = plan if plan is not None else FaultPlan()
         self.truth = truth
+        self.traffic = traffic
+        self._traffic_ns = t_ns
         self.origin_ns = t_ns
         """When the simulation began; faults count their times from here."""
         self.start_number = 0
@@ -345,7 +350,13 @@ class SimulatedServer:
             if self.truth is not None:
                 self.truth.rejected(arrival.t_ns, arrival.id, why)
             return why
-        stuck = self.plan.is_stuck(arrival.id, self._seconds(arrival.t_ns))
+        at_s = self._seconds(arrival.t_ns)
+        stuck = self.plan.is_stuck(arrival.id, at_s)
+        if arrival.finish is Finish.CANCELLED and self.plan.is_zombie(arrival.id, at_s):
+            # Traffic says after how many tokens its client goes away, not how many there would have been; clients go
+            # away anywhere in an answer, so twice as many on average.
+            rest = min(2 * arrival.output_tokens, spec.context_tokens - arrival.prompt_tokens)
+            arrival = replace(arrival, output_tokens=rest, finish=None)
         flight = core.enqueue(state, arrival, stuck_at=max(1, arrival.output_tokens // 2) if stuck else None)
         self.flights[arrival.id] = flight
         return None
@@ -357,10 +368,7 @@ class SimulatedServer:
         if flight is None or request_id in self._zombies:
             return
         at_s = self._seconds(t_ns)
-        leak = self.plan.kv_leak_blocks(request_id, at_s)
-        if leak:
-            self.state.pool.leak(leak)
-            self._event("leak", what="kv_blocks", amount=self.state.pool.leaked)
+        self._leak_blocks(request_id, at_s)
         if self.plan.is_zombie(request_id, at_s):
             # It goes on to its end as if somebody listened.
             self._zombies.add(request_id)
@@ -370,6 +378,13 @@ class SimulatedServer:
         self._end(flight, Finish.CANCELLED)
         if self.truth is not None:
             self.truth.ended(t_ns, request_id, Finish.CANCELLED)
+
+    def _leak_blocks(self, request_id: int, at_s: float) -> None:
+        """What the disconnect of a client leaves behind."""
+        leak = self.plan.kv_leak_blocks(request_id, at_s)
+        if leak:
+            self.state.pool.leak(leak)
+            self._event("leak", what="kv_blocks", amount=self.state.pool.leaked)
 
     def _end(self, flight: Flight, why: Finish) -> None:
         self.flights.pop(flight.id, None)
@@ -428,6 +443,8 @@ class SimulatedServer:
             duration = self.histograms.get("request_duration_seconds")
             if duration is not None and why is not Finish.KV_FULL:
                 duration.observe((end_ns - flight.t_received_ns) / NS)
+            if why is Finish.CANCELLED:
+                self._leak_blocks(request_id, self._seconds(end_ns))
             self._end(flight, why)
         if self.truth is not None:
             conditions, running = self.conditions, len(self.state.running)
@@ -448,20 +465,14 @@ class SimulatedServer:
             return None
         return self.complete()
 
-    def run_until(self, t_ns: int, arrivals: Iterator[Arrival]) -> Arrival | None:
-        """Serve open-loop traffic up to `t_ns`, in virtual time.
-
-        Returns:
-            The first arrival after `t_ns`, which has been taken from the iterator; None when there are no more.
-        """
-        for arrival in arrivals:
-            if arrival.t_ns > t_ns:
-                self._serve_until(t_ns)
-                return arrival
-            self._serve_until(arrival.t_ns)
-            self.take(arrival)
+    def run_until(self, t_ns: int) -> None:
+        """Serve its customers up to `t_ns`, in virtual time."""
+        if self.traffic is not None and t_ns > self._traffic_ns:
+            for arrival in self.traffic.arrivals(self._traffic_ns, t_ns, self.spec.block_tokens):
+                self._serve_until(arrival.t_ns)
+                self.take(arrival)
+            self._traffic_ns = t_ns
         self._serve_until(t_ns)
-        return None
 
     def take(self, arrival: Arrival) -> Finish | None:
         """A request arrives over HTTP, without a client that reads its answer: what it gets is counted."""
