@@ -24,7 +24,7 @@ from serving.exposition import Histogram
 from serving.records import Event
 from serving.signals import SIGNALS, Kind
 
-__all__ = ["ReadTarget", "Sampler", "Tick", "find_restart", "target_reader"]
+__all__ = ["LocalView", "ReadLocal", "ReadTarget", "Sampler", "Tick", "find_restart", "target_reader"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +38,20 @@ ReadTarget: TypeAlias = Callable[[], Awaitable[Reading | ScrapeFailure]]
 """One scrape of the target. Must come to an end by itself, and tells of failures instead of raising."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalView:
+    """What the host on which the server runs tells of it: host signals, process signals by role, which start it is."""
+
+    host: Mapping[str, float] = field(default_factory=dict)
+    processes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    start_mark: str | None = None
+    start_timestamp_seconds: float | None = None
+
+
+ReadLocal: TypeAlias = Callable[[], Awaitable[LocalView]]
+"""One look at the host; nothing where the server runs elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +141,7 @@ class Sampler:
         read: one scrape of the target.
         gpu: reader of the GPUs; none by default.
         processes: the server's processes, when it runs on this host; the host's memory is then read as well.
+        local: what tells of the host instead of `processes`.
         interval_seconds: from tick to tick.
 
     Raises:
@@ -140,6 +155,7 @@ class Sampler:
         *,
         gpu: GpuReader | None = None,
         processes: ServerProcesses | None = None,
+        local: ReadLocal | None = None,
         interval_seconds: float = 1.0,
     ) -> None:
         if not interval_seconds > 0:
@@ -149,6 +165,7 @@ class Sampler:
         self._gpu = gpu or NoGpuReader()
         self._processes = processes
         self._process_call = BoundedCall(_PROCESS_DEADLINE_S)
+        self._read_local = local or self._read_processes
         self._interval_ns = max(1, round(interval_seconds * NS))
         self._listeners: list[Callable[[Tick], None]] = []
         self._event_listeners: list[Callable[[Event], None]] = []
@@ -184,7 +201,7 @@ class Sampler:
         outcome, gpus, local = await asyncio.gather(
             self._guard("target", self._read, _BROKEN_SCRAPE),
             self._guard("gpu", self._gpu.read, dict[str, dict[str, float]]()),
-            self._guard("processes", self._read_processes, _Local()),
+            self._guard("processes", self._read_local, LocalView()),
         )
         values = dict(local.host)
         if isinstance(outcome, ScrapeFailure):
@@ -216,17 +233,19 @@ class Sampler:
             process_mark=local.start_mark,
         )
 
-    async def _read_processes(self) -> "_Local":
+    async def _read_processes(self) -> LocalView:
         processes = self._processes
         if processes is None:
-            return _Local()
+            return LocalView()
 
-        def read() -> _Local:
+        def read() -> LocalView:
             by_role = processes.read()
-            return _Local(host_memory(processes.proc), by_role, processes.start_mark, processes.start_timestamp_seconds)
+            return LocalView(
+                host_memory(processes.proc), by_role, processes.start_mark, processes.start_timestamp_seconds
+            )
 
         # In a thread: the command line of a process that is stuck in the kernel can block its reader.
-        return await self._process_call.run(read) or _Local()
+        return await self._process_call.run(read) or LocalView()
 
     def _publish(self, tick: Tick) -> None:
         if tick.up:
@@ -261,16 +280,6 @@ class Sampler:
 _BROKEN_SCRAPE: Reading | ScrapeFailure = ScrapeFailure(
     "internal", "reading the target raised an error of ours; it is in the log"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Local:
-    """What /proc told."""
-
-    host: Mapping[str, float] = field(default_factory=dict)
-    processes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    start_mark: str | None = None
-    start_timestamp_seconds: float | None = None
 
 
 def _is_counter(name: str) -> bool:
