@@ -22,7 +22,7 @@ from serving.exposition import Histogram
 from serving.simulator import core
 from serving.simulator.core import Flight, Scheduled, State
 from serving.simulator.dialects.base import Trouble
-from serving.simulator.faults import Conditions, FaultPlan, LifeEvent
+from serving.simulator.faults import Conditions, FaultPlan, LifeEvent, format_fault
 from serving.simulator.spec import Arrival, Finish, GpuView, ProcessView, ServerSpec, SlotView, Snapshot, Step
 from serving.simulator.traffic import Traffic
 from serving.simulator.truth import TruthWriter
@@ -196,6 +196,7 @@ class SimulatedServer:
         self._frozen: tuple[float, float, float] | None = None
         self._now_ns = t_ns
         self._life_ns = t_ns
+        self._told_leaks_ns = self._told_faults_ns = t_ns
         self._down_until_ns: int | None = None
         self.state = State.fresh(spec, t_ns)
         self.memory = Memory(spec)
@@ -288,6 +289,10 @@ class SimulatedServer:
                     self._live(events[0])
             elif self._now_ns >= t_ns:
                 self._life_ns = max(self._life_ns, t_ns)
+        if self.truth is not None:
+            self._tell_faults(t_ns)
+            if self._now_ns - self._told_leaks_ns >= NS:
+                self._tell_leaks()
 
     def _live(self, event: LifeEvent) -> None:
         self._release_bytes += event.memory_bytes
@@ -318,6 +323,29 @@ class SimulatedServer:
                 self.truth.ended(self._now_ns, flight.id, Finish.DIED)
         self.flights.clear()
         self._zombies.clear()
+
+    def _tell_faults(self, t_ns: int) -> None:
+        if t_ns > self._told_faults_ns:
+            for switch in self.plan.switches(self._seconds(self._told_faults_ns), self._seconds(t_ns)):
+                word = "fault_on" if switch.on else "fault_off"
+                self._event(word, id=switch.fault_id, fault=format_fault(switch.fault))
+            self._told_faults_ns = t_ns
+
+    def _tell_leaks(self) -> None:
+        """Write down what has leaked so far, of which there is any."""
+        self._told_leaks_ns = self._now_ns
+        memory = self.memory
+        so_far = {
+            "gpu_bytes": memory.gpu_leaked,
+            "host_bytes": memory.host_leaked,
+            "cache_bytes": memory.cache_bytes,
+            "descriptors": memory.descriptors,
+            "shm_bytes": self.shared_bytes,
+            "kv_blocks": self.state.pool.leaked,
+        }
+        lost = {name: round(amount) for name, amount in so_far.items() if amount}
+        if self.truth is not None and lost:
+            self.truth.leak(self._now_ns, **lost)
 
     def _event(self, kind: str, **figures: str | float) -> None:
         if self.truth is not None:
@@ -384,7 +412,7 @@ class SimulatedServer:
         leak = self.plan.kv_leak_blocks(request_id, at_s)
         if leak:
             self.state.pool.leak(leak)
-            self._event("leak", what="kv_blocks", amount=self.state.pool.leaked)
+            self._tell_leaks()
 
     def _end(self, flight: Flight, why: Finish) -> None:
         self.flights.pop(flight.id, None)
