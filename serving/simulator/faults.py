@@ -253,7 +253,7 @@ class Fault:
     """One fault. Values are in base units: bytes, seconds, ratios, and per hour where the kind says so.
 
     Attributes:
-        kind: a key of `FAULT_KINDS`.
+        name: a key of `FAULT_KINDS`.
         value: in the kind's unit; 1 for a flag.
         share: part of the requests that it hits; 1 where the value itself is that share.
         start_s: first moment at which it acts, seconds since the simulation began.
@@ -264,7 +264,7 @@ class Fault:
         ConfigError: an unknown name, or a figure that its kind does not have or allow.
     """
 
-    kind: str
+    name: str
     value: float
     share: float = 1.0
     start_s: float = 0.0
@@ -272,35 +272,35 @@ class Fault:
     options: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        kind = _known(self.kind)
+        kind = _known(self.name)
         maximum = 1.0 if kind.unit is Unit.SHARE else math.inf
-        _check(f"fault {self.kind}", self.value, kind.unit, kind.minimum, maximum)
-        _check(f"fault {self.kind}: share", self.share, Unit.SHARE, 0.0, 1.0)
+        _check(f"fault {self.name}", self.value, kind.unit, kind.minimum, maximum)
+        _check(f"fault {self.name}: share", self.share, Unit.SHARE, 0.0, 1.0)
         if self.share != 1.0 and (not kind.has_share or kind.unit is Unit.SHARE):
-            raise ConfigError(f"fault {self.kind}: has no share beside its value")
-        _check(f"fault {self.kind}: start", self.start_s, Unit.SECONDS, 0.0, math.inf)
+            raise ConfigError(f"fault {self.name}: has no share beside its value")
+        _check(f"fault {self.name}: start", self.start_s, Unit.SECONDS, 0.0, math.inf)
         if not self.end_s > self.start_s:
-            raise ConfigError(f"fault {self.kind}: end {self.end_s:g}s must come after start {self.start_s:g}s")
+            raise ConfigError(f"fault {self.name}: end {self.end_s:g}s must come after start {self.start_s:g}s")
         for name, value in self.options.items():
             option = _known_option(kind, name)
-            _check(f"fault {self.kind}: {name}", value, option.unit, option.minimum, option.maximum)
+            _check(f"fault {self.name}: {name}", value, option.unit, option.minimum, option.maximum)
         for name, option in kind.options.items():
             if option.required and name not in self.options:
-                raise ConfigError(f"fault {self.kind}: needs {name}=..., {option.does}")
+                raise ConfigError(f"fault {self.name}: needs {name}=..., {option.does}")
 
     @property
-    def definition(self) -> FaultKind:
+    def kind(self) -> FaultKind:
         """The row of the table."""
-        return FAULT_KINDS[self.kind]
+        return FAULT_KINDS[self.name]
 
     @property
     def hit_share(self) -> float:
         """Part of the requests that it hits, 0..1."""
-        return self.value if self.definition.unit is Unit.SHARE else self.share
+        return self.value if self.kind.unit is Unit.SHARE else self.share
 
     def option(self, name: str) -> float | None:
         """An option's value, or its default; None where it is neither given nor has one."""
-        return self.options.get(name, FAULT_KINDS[self.kind].options[name].default)
+        return self.options.get(name, FAULT_KINDS[self.name].options[name].default)
 
     def is_on(self, t_s: float) -> bool:
         """Whether it acts at that moment."""
@@ -359,8 +359,8 @@ def parse_fault(text: str, *, now_s: float = 0.0) -> Fault:
 
 def format_fault(fault: Fault) -> str:
     """The fault as text; `parse_fault` gives the same fault back, whatever its `now_s`."""
-    kind = fault.definition
-    parts = [fault.kind if kind.unit is Unit.FLAG else f"{fault.kind}={_write(fault.value, kind.unit)}"]
+    kind = fault.kind
+    parts = [fault.name if kind.unit is Unit.FLAG else f"{fault.name}={_write(fault.value, kind.unit)}"]
     if fault.share != 1.0:
         parts.append(f"share={_write(fault.share, Unit.SHARE)}")
     parts.append(f"start={_write(fault.start_s, Unit.SECONDS)}")
@@ -541,7 +541,7 @@ class FaultPlan:
         kind it is the one with the smallest share, so that a rare long stall shows beside frequent short ones.
         """
         for fault in self._answers:
-            if fault.is_on(t_s) and self._hits(fault.kind, request_id, fault.hit_share):
+            if fault.is_on(t_s) and self._hits(fault.name, request_id, fault.hit_share):
                 return fault
         return None
 
@@ -561,9 +561,9 @@ class FaultPlan:
         blocks = 0
         for fault in self._faults.values():
             if (
-                fault.kind == "kv_leak_per_disconnect"
+                fault.name == "kv_leak_per_disconnect"
                 and fault.is_on(t_s)
-                and self._hits(fault.kind, request_id, fault.share)
+                and self._hits(fault.name, request_id, fault.share)
             ):
                 whole = int(fault.value)
                 blocks += whole + self._hits("kv_leak_fraction", request_id, fault.value - whole)
@@ -600,7 +600,7 @@ class FaultPlan:
         """Beginnings and ends in `[from_s, to_s)`, in order of time, ends first; crashes and deploys have none."""
         found: list[Switch] = []
         for fault_id, fault in self._faults.items():
-            if fault.definition.where is not Where.LIFE:
+            if fault.kind.where is not Where.LIFE:
                 found += [
                     Switch(t_s, on, fault_id, fault)
                     for t_s, on in ((fault.start_s, True), (fault.end_s, False))
@@ -617,7 +617,7 @@ class FaultPlan:
         """
         factor = 1.0
         for _, fault in self._life:
-            ratio = fault.option("spawn_lottery") if fault.kind == "crash" else None
+            ratio = fault.option("spawn_lottery") if fault.name == "crash" else None
             if ratio:
                 factor *= 1.0 + ratio * (2.0 * self._draw("spawn_lottery", start_number) / _DRAWS - 1.0)
         return factor
@@ -626,10 +626,10 @@ class FaultPlan:
         self.version += 1
         self._current = None
         self._answers = sorted(
-            (fault for fault in self._faults.values() if fault.definition.where is Where.ANSWER),
-            key=lambda fault: (_ANSWER_RANK[fault.kind], fault.hit_share, format_fault(fault)),
+            (fault for fault in self._faults.values() if fault.kind.where is Where.ANSWER),
+            key=lambda fault: (_ANSWER_RANK[fault.name], fault.hit_share, format_fault(fault)),
         )
-        self._life = [(key, fault) for key, fault in self._faults.items() if fault.definition.where is Where.LIFE]
+        self._life = [(key, fault) for key, fault in self._faults.items() if fault.kind.where is Where.LIFE]
 
     def _draw(self, what: str, number: int) -> int:
         """Evenly in 0.._DRAWS - 1, and always the same for the same words."""
@@ -640,7 +640,7 @@ class FaultPlan:
 
     def _any_hits(self, name: str, request_id: int, t_s: float) -> bool:
         return any(
-            fault.kind == name and fault.is_on(t_s) and self._hits(name, request_id, fault.value)
+            fault.name == name and fault.is_on(t_s) and self._hits(name, request_id, fault.value)
             for fault in self._faults.values()
         )
 
@@ -654,12 +654,12 @@ class FaultPlan:
         slowing: list[tuple[float, float, float]] = []
         edges = [started_s]
         for fault in self._faults.values():
-            name, value = fault.kind, fault.value
+            name, value = fault.name, fault.value
             if name == "clamp_max_batch":
                 if fault.is_on(started_s):
                     clamps.append(value)
                 continue
-            if fault.definition.where in (Where.LIFE, Where.ANSWER):
+            if fault.kind.where in (Where.LIFE, Where.ANSWER):
                 continue
             edges += (fault.start_s, fault.end_s)
             if name == "decode_slows_per_hour":
@@ -746,7 +746,7 @@ def _life_event(t_s: float, fault_id: int, fault: Fault) -> LifeEvent:
     get = fault.options.get
     return LifeEvent(
         t_s=t_s,
-        kind=LifeKind(fault.kind),
+        kind=LifeKind(fault.name),
         down_seconds=fault.value,
         keeps_leaks=bool(get("keeps_leaks")),
         memory_bytes=get("memory", 0.0),

@@ -303,7 +303,7 @@ def test_conditions_hold_as_long_as_they_say(some, t_s, started_s, part):
 
 @given(st.lists(faults(), max_size=5), st.floats(0, 1e6))
 def test_decoding_slows_without_jumps_where_conditions_change(some, started_s):
-    one = FaultPlan(fault for fault in some if fault.kind == "decode_slows_per_hour")
+    one = FaultPlan(fault for fault in some if fault.name == "decode_slows_per_hour")
     seen = one.conditions(started_s, started_s)
     for _ in range(20):
         edge_s = seen.valid_until_s
@@ -361,7 +361,7 @@ def test_which_requests_are_hit_does_not_depend_on_what_else_was_in_the_plan_or_
 
 
 def _name(fault):
-    return None if fault is None else fault.kind
+    return None if fault is None else fault.name
 
 
 def test_one_answer_fault_is_chosen_refusals_first_and_the_rarest_of_a_kind():
@@ -437,7 +437,7 @@ def test_life_events_of_adjoining_spans_are_those_of_the_whole(start_s, every, c
 def test_a_deploy_says_what_the_new_release_needs_and_how_fast_it_is():
     event = plan("deploy=30s,memory=64MiB,speed=-5%").life_events(0.0, 1.0)[0]
     assert (event.kind, event.memory_bytes, event.speed_ratio) == (LifeKind.DEPLOY, 64.0 * MIB, -0.05)
-    assert event.fault.kind == "deploy"
+    assert event.fault.name == "deploy"
 
 
 def test_the_spawn_lottery_fixes_the_speed_of_each_start_within_its_ratio():
