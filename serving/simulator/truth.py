@@ -9,7 +9,7 @@ The file has one JSON object on each line. Times are virtual nanoseconds, and ev
      "admitted":[ID,...],"preempted":[ID,...],"emitted":[ID,...],"finished":[[ID,WHY],...]}
     {"ended":[T,ID,WHY]}
     {"leak":[T,{"gpu_bytes":123,"kv_blocks":4}]}
-    {"event":[T,"crash",{"fault":"crash=30s,start=1h"}]}
+    {"event":[T,"crash",{"fault":1}]}
 
 A `start` line is written for each start of the server, and the first line of the file is one. `received` comes before
 anything else of its request, and each received request ends once: by `rejected`, by `ended`, or in the `finished` of a
@@ -224,7 +224,7 @@ class LeakRate:
         per_hour: against time.
         per_request: against requests that had ended.
         per_token: against tokens that had come out.
-        per_cancelled: against requests that had been cancelled.
+        per_disconnect: against clients that had gone away: cancelled requests, and `zombie` events.
     """
 
     start: int
@@ -236,7 +236,7 @@ class LeakRate:
     per_hour: Slope
     per_request: Slope
     per_token: Slope
-    per_cancelled: Slope
+    per_disconnect: Slope
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,6 +488,8 @@ _STEP_END, _LINE, _STEP_BEGIN = range(3)
 """Order of what happens at one moment: a step's tokens come out, clients react, the next step takes them in."""
 
 _STEP_FIGURES = 8
+_ZOMBIE = "zombie"
+"""The event of a client that went away from a request that goes on."""
 _LOST = (Finish.KV_FULL.value, Finish.DIED.value)
 _WHOLE = (Finish.LENGTH.value, Finish.STOP.value)
 
@@ -711,7 +713,7 @@ class _Reader:
             (t_ns - self._first_ns) / _HOUR_NS,
             self._ended.total(),
             self._tokens,
-            self._ended[Finish.CANCELLED.value],
+            self._ended[Finish.CANCELLED.value] + self._events[_ZOMBIE],
         )
         for kind, amount in so_far.items():
             trends = self._trends.get(kind)
@@ -721,7 +723,7 @@ class _Reader:
                 trend.add(x, amount)
 
     def _close_leaks(self) -> None:
-        for kind, (hours, requests, tokens, cancelled) in sorted(self._trends.items()):
+        for kind, (hours, requests, tokens, disconnects) in sorted(self._trends.items()):
             self._leaks.append(
                 LeakRate(
                     start=self._start_number,
@@ -733,7 +735,7 @@ class _Reader:
                     per_hour=hours.slope(),
                     per_request=requests.slope(),
                     per_token=tokens.slope(),
-                    per_cancelled=cancelled.slope(),
+                    per_disconnect=disconnects.slope(),
                 )
             )
         self._trends.clear()
@@ -860,7 +862,7 @@ def _lines(report: TruthReport) -> Iterable[str]:
         yield (
             f"leak of {leak.kind}, start {leak.start}: {leak.first:g} to {leak.last:g} in {leak.hours:.3g} h; "
             f"{_number(leak.per_hour.least_squares)}/hour, {_number(leak.per_request.least_squares)}/request, "
-            f"{_number(leak.per_token.least_squares)}/token, {_number(leak.per_cancelled.least_squares)}/cancelled"
+            f"{_number(leak.per_token.least_squares)}/token, {_number(leak.per_disconnect.least_squares)}/disconnect"
         )
     for problem, count in report.problems.items():
         yield f"PROBLEM                   {problem}: {count}"

@@ -482,7 +482,7 @@ def test_who_comes_or_goes_at_the_very_moment_a_step_begins_may_have_met_it_or_n
 
 
 def test_leak_rates_against_time_requests_tokens_and_disconnects():
-    """100 bytes a second, 50 bytes a request, 5 bytes a token and 10 bytes a disconnect are the same leak here."""
+    """In each second 100 bytes and 4 blocks leak, 2 requests end with 1 token each, and 2 clients go away."""
     lines = [HEAD]
     t_ns, key, blocks = 0, 0, 0
     for turn in range(20):
@@ -494,6 +494,7 @@ def test_leak_rates_against_time_requests_tokens_and_disconnects():
             )
             t_ns += NS // 2
             lines.append(f'{{"ended":[{t_ns},{key},"{"cancelled" if part else "kv_full"}"]}}\n')
+        lines.append(f'{{"event":[{t_ns},"zombie",{{}}]}}\n')
         blocks += 4
         lines.append(f'{{"leak":[{t_ns},{{"gpu_bytes":{100 * (turn + 1) + 7},"kv_blocks":{blocks}}}]}}\n')
     report = read_truth(lines)
@@ -504,8 +505,8 @@ def test_leak_rates_against_time_requests_tokens_and_disconnects():
         (gpu.per_hour, 360_000),
         (gpu.per_request, 50),
         (gpu.per_token, 50),
-        (gpu.per_cancelled, 100),
-        (kv.per_cancelled, 4),
+        (gpu.per_disconnect, 50),
+        (kv.per_disconnect, 2),
     ]:
         assert slope.least_squares == pytest.approx(expected)
         assert slope.simple == pytest.approx(expected)
