@@ -89,6 +89,7 @@ class ModelShape:
         head_dim: width of a head.
         vocabulary: tokens of the vocabulary.
         context_tokens: longest sequence that the model claims.
+        architecture: the class that engines load it with, as their logs name it.
         intermediate: width of the feed-forward part in layers without experts; 0 where there is no such layer.
         experts: routed experts in each layer that has them; 0 for a dense model.
         experts_per_token: routed experts that each token passes through.
@@ -111,6 +112,7 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     context_tokens: int
+    architecture: str = ""
     intermediate: int = 0
     experts: int = 0
     experts_per_token: int = 0
@@ -384,12 +386,14 @@ class _Architecture:
     """How the models of one `model_type` differ from the others.
 
     Attributes:
+        name: the class that engines load them with.
         feed_forward: reads the fields of `ModelShape` that have to do with feed-forward parts.
         qkv_bias: query, key and value always have biases.
         qk_norm: queries and keys are normalised per head.
         window: the key that turns sliding-window attention on, be it with true or with a width.
     """
 
+    name: str
     feed_forward: Callable[[_Config, int], dict[str, int]]
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -398,14 +402,14 @@ class _Architecture:
 
 _ARCHITECTURES: Final[Mapping[str, _Architecture]] = MappingProxyType(
     {
-        "llama": _Architecture(_dense),
-        "mistral": _Architecture(_dense, window="sliding_window"),
-        "mixtral": _Architecture(_mixtral, window="sliding_window"),
-        "qwen2": _Architecture(_dense, qkv_bias=True, window="use_sliding_window"),
-        "qwen2_moe": _Architecture(_qwen_moe, qkv_bias=True, window="use_sliding_window"),
-        "qwen3": _Architecture(_dense, qk_norm=True, window="use_sliding_window"),
-        "qwen3_moe": _Architecture(_qwen_moe, qk_norm=True, window="use_sliding_window"),
-        "hy_v3": _Architecture(_hy3, qk_norm=True),
+        "llama": _Architecture("LlamaForCausalLM", _dense),
+        "mistral": _Architecture("MistralForCausalLM", _dense, window="sliding_window"),
+        "mixtral": _Architecture("MixtralForCausalLM", _mixtral, window="sliding_window"),
+        "qwen2": _Architecture("Qwen2ForCausalLM", _dense, qkv_bias=True, window="use_sliding_window"),
+        "qwen2_moe": _Architecture("Qwen2MoeForCausalLM", _qwen_moe, qkv_bias=True, window="use_sliding_window"),
+        "qwen3": _Architecture("Qwen3ForCausalLM", _dense, qk_norm=True, window="use_sliding_window"),
+        "qwen3_moe": _Architecture("Qwen3MoeForCausalLM", _qwen_moe, qk_norm=True, window="use_sliding_window"),
+        "hy_v3": _Architecture("HYV3ForCausalLM", _hy3, qk_norm=True),
     }
 )
 
@@ -450,6 +454,7 @@ def _shape(name: str, config: _Config) -> ModelShape:
         head_dim=head_dim,
         vocabulary=config.count("vocab_size"),
         context_tokens=config.count("max_position_embeddings"),
+        architecture=architecture.name,
         tied_embeddings=config.flag("tie_word_embeddings"),
         other_parameters=layers * small + hidden,
         weight_bits=weight_bits,

@@ -2,10 +2,10 @@
 
 The arithmetic is each engine's own, as far as it can be known without running it:
 
-    vLLM        plans with a share of the card (`gpu_memory_utilization`, 0.9): what weights, activations at the token
-                budget and the logits of a full batch leave of it is the KV pool, in blocks of 16 tokens. It refuses to
-                start when one request of full length does not fit. Cards with 70 GiB and more, but not the A100, get
-                8,192 tokens a step and 1,024 requests at once by default, others 2,048 and 256.
+    vLLM        plans with a share of the card (`gpu_memory_utilization`, 0.92, before 2026 0.9): what weights,
+                activations at the token budget and the logits of a full batch leave of it is the KV pool, in blocks of
+                16 tokens. It refuses to start when one request of full length does not fit. Cards with 70 GiB and more,
+                but not the A100, get 8,192 tokens a step and 1,024 requests at once by default, others 2,048 and 256.
     SGLang      plans with `mem_fraction_static`, worked out from the chunk size, the size of the graphs and the number
                 of cards where it is not given. The pool is counted in tokens; the running limit is cut to half of them.
                 A pool below the context is no failure: longer requests are refused.
@@ -98,6 +98,7 @@ class _Launch:
     model: ModelShape
     card: Card
     split: Split
+    kv_type: str
     kv_bits: float
     cost: Roofline
     utilization: float | None
@@ -115,7 +116,6 @@ class _Launch:
     weights_bytes: int
     kv_token_bytes: int
     activation_token_bytes: int
-    settings: Mapping[str, str | int | float | bool | None]
 
     @property
     def cards(self) -> int:
@@ -165,7 +165,7 @@ class _Launch:
             asked_max_batch=self.max_batch if self.max_batch not in (None, max_batch) else None,
             card_parallel=self.cards,
             start_seconds=start_seconds + total_weights / _LOAD_BYTES_PER_SECOND,
-            settings={**self.settings, **settings},
+            settings={"architecture": self.model.architecture, **settings},
         )
 
     def fail(self, failure: StartFailure, message: str, spec: ServerSpec) -> LaunchFailure:
@@ -245,13 +245,11 @@ def launch(
     if weight_bits is not None:
         if not 1 <= weight_bits <= 32:
             raise ConfigError(f"weight_bits is {weight_bits:g}; it must be between 1 and 32")
-        # A GGUF file's bits are an average over everything in it; elsewhere embedding and output matrix stay as they are.
+        # A GGUF file's bits are an average over everything in it; other files leave embedding and output matrix alone.
         embedding_bits = weight_bits if engine == "llamacpp" else shape.embedding_bits
         shape = replace(shape, weight_bits=weight_bits, embedding_bits=embedding_bits)
     if engine != "llamacpp" and (host_expert_ratio or partitioned or physical_batch_tokens):
-        raise ConfigError(
-            f"host_expert_ratio, partitioned and physical_batch_tokens are for llamacpp, not for {engine}"
-        )
+        raise ConfigError(f"host_expert_ratio, partitioned and physical_batch_tokens mean nothing to {engine}")
     for name, value in (
         ("cards", cards),
         ("max_batch", max_batch),
@@ -313,7 +311,7 @@ def launch(
         weights_bytes=shape.weight_bytes(on_card),
         kv_token_bytes=shape.kv_bytes_per_token(_KV_BITS[kv_name], split),
         activation_token_bytes=_activation_bytes(shape, split),
-        settings={"kv_cache_dtype": kv_name},
+        kv_type=kv_name,
     )
     return {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}[engine](start)
 
@@ -360,14 +358,29 @@ def _vllm(start: _Launch) -> ServerSpec:
     batch = start.max_batch or min(1024 if large else 256, budget)
     if budget < batch:
         raise ConfigError(f"vllm: {budget} tokens a step are fewer than {batch} requests at once; raise the former")
-    utilization = start.utilization or 0.9
+    utilization = start.utilization or (0.92 if _version(start.release) >= (0, 20) else 0.9)
     size = start.block_tokens or 16
     request_bytes = model.vocabulary * _LOGIT_BYTES
     fixed = _CONTEXT_BYTES + _GRAPH_BYTES + (_LINK_BYTES if start.cards > 1 else 0)
     room = int(start.usable_bytes * utilization) - start.weights_bytes - fixed
     room -= start.activation_token_bytes * budget + request_bytes * batch
     fits = max(0, room) // (size * start.kv_token_bytes)
-    blocks = start.kv_blocks or ((start.kv_tokens or 0) // size) or fits
+    override = start.kv_blocks or ((start.kv_tokens or 0) // size) or None
+    blocks = override or fits
+    # The log repeats what is not the default.
+    settings: dict[str, str | int | float | bool | None] = {}
+    if start.split.tensor > 1:
+        settings["tensor_parallel_size"] = start.split.tensor
+    if start.split.pipeline > 1:
+        settings["pipeline_parallel_size"] = start.split.pipeline
+    if start.split.expert > 1:
+        settings["enable_expert_parallel"] = True
+    if start.utilization:
+        settings["gpu_memory_utilization"] = utilization
+    if start.kv_bits != 16:
+        settings["kv_cache_dtype"] = start.kv_type
+    if override:
+        settings |= {"num_gpu_blocks_override": override, "num_gpu_blocks_profiled": fits}
 
     def spec(kv_blocks: int) -> ServerSpec:
         return start.spec(
@@ -380,15 +393,7 @@ def _vllm(start: _Launch) -> ServerSpec:
             request_bytes=request_bytes,
             start_seconds=45.0,
             policy=Policy(),
-            settings={
-                "tensor_parallel_size": start.split.tensor,
-                "pipeline_parallel_size": start.split.pipeline,
-                "enable_expert_parallel": start.split.expert > 1,
-                "max_model_len": start.context_tokens,
-                "max_num_seqs": batch,
-                "max_num_batched_tokens": budget,
-                "gpu_memory_utilization": utilization,
-            },
+            settings=settings,
         )
 
     start.check_weights(start.usable_bytes - _CONTEXT_BYTES, spec(0))
@@ -397,8 +402,8 @@ def _vllm(start: _Launch) -> ServerSpec:
         raise start.fail(
             StartFailure.NO_KV_CACHE,
             f"of gpu_memory_utilization {utilization:g} x {_gib(start.usable_bytes)} on each card, "
-            f"{_gib(start.weights_bytes)} are weights and {_gib(max(0, room))} are left for the KV cache{wanted}; raise "
-            f"gpu_memory_utilization, lower max_num_batched_tokens ({budget}), or use fewer bits per weight",
+            f"{_gib(start.weights_bytes)} are weights and {_gib(max(0, room))} are left for the KV cache{wanted}; "
+            f"raise gpu_memory_utilization, lower max_num_batched_tokens ({budget}), or use fewer bits per weight",
             spec(0),
         )
     if blocks * size < start.context_tokens:
@@ -455,6 +460,7 @@ def _sglang(start: _Launch) -> ServerSpec:
                 "max_prefill_tokens": 16384,
                 "mem_fraction_static": fraction,
                 "page_size": size,
+                "kv_cache_dtype": start.kv_type,
             },
         )
 
@@ -532,6 +538,7 @@ def _llamacpp(start: _Launch) -> ServerSpec:
                 "kv_unified": not partitioned,
                 "n_batch": batch_tokens,
                 "n_ubatch": start.physical_tokens,
+                "cache_type": start.kv_type,
                 "n_cpu_moe": round(start.host_expert_ratio * model.expert_layers),
             },
         )
@@ -546,6 +553,10 @@ def _llamacpp(start: _Launch) -> ServerSpec:
             spec(0),
         )
     return spec(context)
+
+
+def _version(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split(".")[:2] if part.isdigit())
 
 
 def _gib(count: int) -> str:

@@ -30,7 +30,7 @@ __all__ = ["Affine", "Efficiency", "Roofline", "Terms"]
 class Efficiency:
     """What is reached of the data sheets, and what every step costs besides.
 
-    The defaults reproduce published single-stream decode speeds within 25 %, each in a test of this module: vLLM on
+    The defaults reproduce published single-stream decode speeds within a fifth, each in a test of this module: vLLM on
     RTX 4090, A100 and 2 x H100 with dense models of 2 to 72 billion parameters and with Qwen3-30B-A3B, llama.cpp with
     everything on the card, and with three quarters of the experts in main memory. Prefill is set by vLLM's 60 % of peak
     for a dense 72B model, and about half of that for experts, whose matrices are small.
@@ -55,9 +55,9 @@ class Efficiency:
     expert_compute: float = 0.3
     host_bandwidth: float = 0.6
     link_bandwidth: float = 0.7
-    step_seconds: float = 500e-6
-    layer_seconds: float = 40e-6
-    expert_layer_seconds: float = 60e-6
+    step_seconds: float = 700e-6
+    layer_seconds: float = 50e-6
+    expert_layer_seconds: float = 50e-6
     host_layer_seconds: float = 150e-6
     collective_seconds: float = 12e-6
 
