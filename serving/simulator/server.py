@@ -315,9 +315,8 @@ class SimulatedServer:
 
     def _lose_all(self) -> None:
         for flight in core.fail_all(self.state):
-            if flight.id in self._zombies:
-                continue
-            self.lost.append(flight)
+            if flight.id not in self._zombies:
+                self.lost.append(flight)
             self.finished[Finish.DIED] += 1
             if self.truth is not None:
                 self.truth.ended(self._now_ns, flight.id, Finish.DIED)

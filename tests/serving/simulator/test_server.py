@@ -290,3 +290,17 @@ def test_a_histogram_counts_at_or_below_its_edges():
     assert view.edges == (1.0, 2.0, math.inf)
     assert view.cumulative == (2.0, 5.0, 6.0)
     assert view.sum == pytest.approx(9.5)
+
+
+def test_a_death_takes_zombies_along_and_nobody_is_told():
+    stream = io.StringIO()
+    plan = FaultPlan([parse_fault("zombie=1")])
+    server = SimulatedServer(SPEC, t_ns=T0, plan=plan, truth=TruthWriter(stream))
+    server.arrive(Arrival(1, T0, 100, 50))
+    server.step(T0 + NS)
+    server.cancel(1, server.t_ns)
+    server.go_down(1.0)
+    server.elapse(server.t_ns + 2 * NS)
+    assert server.lost == []
+    truth = report(stream.getvalue())
+    assert (truth.ended, truth.problems) == ({"died": 1}, {})
