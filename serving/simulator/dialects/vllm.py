@@ -24,7 +24,7 @@ from serving.simulator.dialects.base import Asked, LogLine, Page, StartFailure, 
 from serving.simulator.dialects.prometheus import Figure, Template, bucket_values, edges_of, number
 from serving.simulator.spec import Finish, ServerSpec, Snapshot
 
-__all__ = ["VLLM_DIALECT", "VllmDialect"]
+__all__ = ["VLLM_DIALECT", "VllmDialect", "counts_aborts"]
 
 _GIB = 2**30
 _HEADERS = (("server", "uvicorn"), ("vary", "Origin"))
@@ -217,7 +217,7 @@ class VllmDialect:
         layout = self._layout(spec, snapshot, renamed=renamed)
         finished, histograms, http = snapshot.finished, snapshot.histograms, snapshot.http
         stop, length = finished.get(Finish.STOP, 0.0), finished.get(Finish.LENGTH, 0.0)
-        abort = finished.get(Finish.CANCELLED, 0.0) if _counts_aborts(spec) else 0.0
+        abort = finished.get(Finish.CANCELLED, 0.0) if counts_aborts(spec) else 0.0
         error = finished.get(Finish.KV_FULL, 0.0)
         done = number(stop + length + abort + error)
         prompt, cached = number(snapshot.prompt_tokens), number(snapshot.cached_tokens)
@@ -402,7 +402,8 @@ def _cuts_output(spec: ServerSpec) -> bool:
     return version_of(spec.release) >= (0, 21)
 
 
-def _counts_aborts(spec: ServerSpec) -> bool:
+def counts_aborts(spec: ServerSpec) -> bool:
+    """Whether this release counts requests whose client went away among the finished ones."""
     # Measured to stay 0 in 0.32 and reported so of earlier ones; the oldest are given the benefit of the doubt.
     return version_of(spec.release) < (0, 13)
 
