@@ -19,8 +19,9 @@ from serving.errors import ConfigError, PlimsollError
 __all__ = ["COMMANDS", "EXIT_CODES", "main"]
 
 COMMANDS = {
-    "demo": "a whole stress run on a real llama.cpp server that it starts itself",
+    "demo": "a whole stress run on a real llama.cpp server (or a simulated one) that it starts itself",
     "stress": "push load up to the configured batch size and past it; find the load line",
+    "simulate": "a simulated engine whose truth is known, over HTTP, until stopped",
     "watch": "the long-running monitor: sample, judge, alert, export",
     "smoke": "the smallest request that proves the server answers",
     "doctor": "what is installed, which GPUs and engines are seen, and what would get in the way",

@@ -352,8 +352,3 @@ def test_doctor_says_what_is_installed_and_fails_for_a_target_it_cannot_use(caps
     assert document["schema"] == "plimsoll.doctor/1"
     assert set(document["packages"]) == {"serving", "monitor", "loadgen", "alerts", "plimsoll"}
     assert "nothing listens there" in document["targets"][0]["problem"]
-
-
-def test_the_simulated_demo_is_refused_as_long_as_there_is_none(capsys):
-    assert main(["demo", "--simulated"]) == 2
-    assert "simulated" in capsys.readouterr().err
