@@ -671,18 +671,16 @@ def _timings(build: _Build, usage: Usage) -> dict[str, Any]:
     prompt, predicted = max(0, usage.prompt_tokens - usage.cached_tokens), usage.completion_tokens
     prompt_ms, predicted_ms = round(usage.prompt_seconds * 1e3, 3), round(usage.decode_seconds * 1e3, 3)
     paid = predicted if build.old else predicted - 1
-    per_prompt = prompt_ms / prompt if prompt else 0.0
-    per_predicted = predicted_ms / paid if paid > 0 else 0.0
     timings: dict[str, Any] = {} if build.old else {"cache_n": usage.cached_tokens}
     return timings | {
         "prompt_n": prompt,
         "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": per_prompt,
-        "prompt_per_second": 1e3 / per_prompt if per_prompt else 0.0,
+        "prompt_per_token_ms": prompt_ms / prompt if prompt else 0.0,
+        "prompt_per_second": 1e3 / prompt_ms * prompt if prompt_ms else 0.0,
         "predicted_n": predicted,
         "predicted_ms": predicted_ms,
-        "predicted_per_token_ms": per_predicted,
-        "predicted_per_second": 1e3 / per_predicted if per_predicted else 0.0,
+        "predicted_per_token_ms": predicted_ms / paid if paid > 0 else 0.0,
+        "predicted_per_second": 1e3 / predicted_ms * max(0, paid) if predicted_ms else 0.0,
     }
 
 
