@@ -408,6 +408,10 @@ class StreamDecoder:
                 value = value.removeprefix(b" ")
                 if field == b"data":
                     lines.append(value)
+                elif field == b"error":
+                    # Not of the standard: llama.cpp until 2025 puts the error where others put data.
+                    name = b"error"
+                    lines.append(value)
                 elif field == b"event":
                     name = value.strip()
             if not lines:

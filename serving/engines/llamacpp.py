@@ -113,7 +113,11 @@ def _read_limits(card: Mapping[str, Any], pages: Mapping[str, Any], reading: Rea
 _SLOT_COUNT = re.compile(r"\bn_slots = (\d+)")
 _SLOT_CONTEXT = re.compile(r"\bn_ctx_slot = (\d+)")
 _UNIFIED = re.compile(r"\bkv_unified = '(true|false)'")
-_CAPPED_POOL = re.compile(r"capping per-slot context \((\d+)\) to --kv-unified-per-slot")
+_CAPPED_POOL = re.compile(
+    r"capping per-slot context \((\d+)\) to --kv-unified-per-slot"
+    r"|the slot context \((\d+)\) exceeds the training context"
+)
+"""A shared pool is larger than what one slot may use of it."""
 _TOTAL_CONTEXT = re.compile(r"llama_context: n_ctx +?= (\d+)")
 
 
@@ -126,7 +130,8 @@ def _read_log(text: str) -> dict[str, int]:
         facts["context_tokens"] = int(context)
     unified = _last(_UNIFIED, text)
     if unified == "true" and context is not None:
-        facts["kv_cache_capacity_tokens"] = int(_last(_CAPPED_POOL, text) or context)
+        capped = _CAPPED_POOL.findall(text)
+        facts["kv_cache_capacity_tokens"] = int("".join(capped[-1]) if capped else context)
     elif unified == "false" and slots is not None and context is not None:
         facts["kv_cache_capacity_tokens"] = int(slots) * int(context)
     else:
@@ -179,14 +184,19 @@ LLAMACPP = Engine(
             (
                 Complaint.KV_CACHE_FULL,
                 re.compile(
-                    r"Context size has been exceeded|failed to find (?:free space in the KV cache|a memory slot)",
+                    r"Context size has been exceeded|failed to find (?:free space in the KV cache|a memory slot)"
+                    r"|Input prompt is too big compared to KV size",
                     re.IGNORECASE,
                 ),
             ),
             (Complaint.OUT_OF_MEMORY, DEVICE_OUT_OF_MEMORY),
             (
                 Complaint.OUT_OF_MEMORY,
-                re.compile(r"failed to allocate (?:buffer for kv cache|compute buffers)", re.IGNORECASE),
+                re.compile(
+                    r"failed to allocate (?:buffer for kv cache|compute buffers)"
+                    r"|ggml_aligned_malloc: insufficient memory",
+                    re.IGNORECASE,
+                ),
             ),
         ),
         fact_pages=(("/props",), (_SLOTS,)),

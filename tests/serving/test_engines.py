@@ -739,6 +739,12 @@ def message_of(name):
         ),
         (LLAMACPP, message_of("llamacpp/err_prompt_too_long_stream.txt"), Complaint.PROMPT_TOO_LONG),
         (LLAMACPP, "allocating 9.50 MiB on device 0: cudaMalloc failed: out of memory", Complaint.OUT_OF_MEMORY),
+        (
+            LLAMACPP,
+            "Input prompt is too big compared to KV size. Please try increasing KV size.",
+            Complaint.KV_CACHE_FULL,
+        ),
+        (LLAMACPP, "ggml_aligned_malloc: insufficient memory (attempted to allocate 9.5 MB)", Complaint.OUT_OF_MEMORY),
         (LLAMACPP, message_of("llamacpp/err_bad_json.txt"), None),
         (VLLM, message_of("vllm/err_prompt_too_long_stream.txt"), Complaint.PROMPT_TOO_LONG),
         (VLLM, message_of("vllm/max_tokens_over_context.txt"), Complaint.PROMPT_TOO_LONG),
@@ -809,6 +815,14 @@ def test_limits_in_recorded_startup_logs(engine, log, facts):
                 "srv load_model: initializing, n_slots = 8, n_ctx_slot = 512, kv_unified = 'true'\n"
             ),
             {"max_running_requests": 8, "kv_cache_capacity_tokens": 4096, "context_tokens": 512},
+        ),
+        (
+            LLAMACPP,
+            (
+                "srv load_model: the slot context (80128) exceeds the training context of the model (32768) - capping\n"
+                "srv load_model: initializing, n_slots = 4, n_ctx_slot = 32768, kv_unified = 'true'\n"
+            ),
+            {"max_running_requests": 4, "kv_cache_capacity_tokens": 80128, "context_tokens": 32768},
         ),
         (
             LLAMACPP,

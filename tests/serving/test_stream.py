@@ -153,6 +153,12 @@ FAULTS = {
         0,
         "gone",
     ),
+    "error field of llama.cpp until 2025": (
+        HEAD + chunk(event(ONE)) + chunk(b'error: {"code":500,"message":"too big","type":"server_error"}\n\n') + END,
+        "stream_error",
+        1,
+        "too big",
+    ),
     "named error event in plain text": (HEAD + chunk(b"event: error\ndata: gone\n\n") + END, "stream_error", 0, "gone"),
     "error then a finish reason": (answer({"error": {"message": "no"}}, ONE, LAST), "stream_error", 1, "no"),
     "aborted": (answer(ONE, delta("abort")), "stream_error", 1, "abort"),
