@@ -15,7 +15,6 @@ from typing import Protocol
 from serving.conversation import HttpAnswer, HttpRequest, converse
 from serving.engines import ENGINES, Reading, ScrapeFailure, scrape
 from serving.simulator.dialects.base import Asked, Dialect, Page, Trouble, Usage
-from serving.simulator.dialects.vllm import counts_aborts
 from serving.simulator.faults import Conditions
 from serving.simulator.spec import Finish, ServerSpec, Snapshot
 
@@ -122,79 +121,18 @@ class InProcessTarget:
                 return told
             self._learnt, self._learnt_from = told, key
             return told
-        return fill(self._learnt, self.server.spec, snapshot, self._capacity)
+        return fill(self._learnt, self.dialect, self.server.spec, snapshot, self._capacity)
 
     def _scrape(self) -> Reading | ScrapeFailure:
         engine = ENGINES[self.server.spec.engine]
         return converse(scrape(engine, kv_cache_capacity_tokens=self._capacity), self.answer)
 
 
-def fill(learnt: Reading, spec: ServerSpec, snapshot: Snapshot, capacity_tokens: int | None = None) -> Reading:
+def fill(
+    learnt: Reading, dialect: Dialect, spec: ServerSpec, snapshot: Snapshot, capacity_tokens: int | None = None
+) -> Reading:
     """A reading with the signals and sources of `learnt` and the figures of `snapshot`."""
-    values = dict(learnt.values)
-    printed = _six_digits if spec.engine == "llamacpp" else float
-    for signal, figure in _FIGURES.items():
-        if signal in values:
-            values[signal] = printed(figure(spec, snapshot))
-    if "kv_cache_usage_ratio" in values:
-        is_proxy = learnt.is_proxy("kv_cache_usage_ratio")
-        values["kv_cache_usage_ratio"] = _usage(spec, snapshot, capacity_tokens, is_proxy=is_proxy)
-    if spec.engine == "sglang" and "engine_progress_total" in values:
-        # SGLang has no counter of steps; its table takes tokens for it.
-        values["engine_progress_total"] = float(snapshot.prompt_tokens + snapshot.generated_tokens)
-    if spec.engine == "llamacpp":
-        # What came from the cache is counted by itself, where it is counted at all.
-        computed = _six_digits(snapshot.prompt_tokens - snapshot.cached_tokens)
-        values["prompt_tokens_total"] = computed + values.get("prompt_tokens_cached_total", 0.0)
+    told = dialect.figures(spec, snapshot, capacity_tokens)
+    values = {signal: told.get(signal, value) for signal, value in learnt.values.items()}
     histograms = {signal: snapshot.histograms[signal] for signal in learnt.histograms}
     return replace(learnt, values=values, histograms=histograms)
-
-
-def _usage(spec: ServerSpec, snapshot: Snapshot, capacity_tokens: int | None, *, is_proxy: bool) -> float:
-    """KV cache use as each engine works it out."""
-    blocks = float(snapshot.kv_blocks_used)
-    if not is_proxy and spec.engine == "llamacpp":
-        return _six_digits(blocks / max(1, spec.kv_blocks))
-    if spec.engine == "vllm":
-        return min(1.0, blocks / max(1, spec.kv_blocks - 1))
-    if spec.engine == "sglang":
-        return round(min(1.0, blocks / spec.kv_blocks), 2)
-    capacity = capacity_tokens or spec.max_batch * spec.context_tokens
-    if not snapshot.slots:
-        return min(1.0, round(blocks * spec.block_tokens) / capacity)
-    busy = [slot for slot in snapshot.slots if slot.is_processing]
-    held = [slot.processed_tokens + slot.cached_tokens + slot.decoded_tokens for slot in busy]
-    return min(1.0, sum(min(tokens, spec.context_tokens) for tokens in held) / capacity)
-
-
-def _six_digits(value: float) -> float:
-    """As a C++ stream prints it."""
-    return float(f"{value:.6g}")
-
-
-def _finished(spec: ServerSpec, snapshot: Snapshot) -> float:
-    ends = snapshot.finished
-    whole = ends.get(Finish.LENGTH, 0.0) + ends.get(Finish.STOP, 0.0)
-    if spec.engine == "vllm":
-        whole += ends.get(Finish.KV_FULL, 0.0)
-        if counts_aborts(spec):
-            whole += ends.get(Finish.CANCELLED, 0.0)
-    return float(whole)
-
-
-def _errors(spec: ServerSpec, snapshot: Snapshot) -> float:
-    del spec
-    return float(sum(count for (_, status), count in snapshot.http.items() if 500 <= status <= 599))
-
-
-_FIGURES: dict[str, Callable[[ServerSpec, Snapshot], float]] = {
-    "requests_running": lambda _, snapshot: snapshot.running,
-    "requests_waiting": lambda _, snapshot: snapshot.waiting,
-    "request_preemptions_total": lambda _, snapshot: snapshot.preemptions,
-    "prompt_tokens_total": lambda _, snapshot: snapshot.prompt_tokens,
-    "prompt_tokens_cached_total": lambda _, snapshot: snapshot.cached_tokens,
-    "generation_tokens_total": lambda _, snapshot: snapshot.generated_tokens,
-    "engine_progress_total": lambda _, snapshot: snapshot.steps,
-    "requests_finished_total": _finished,
-    "request_errors_total": _errors,
-}

@@ -173,6 +173,16 @@ class Dialect(Protocol):
         """The metrics page. `renamed`: as after an upgrade that renamed families without notice."""
         ...
 
+    def figures(self, spec: ServerSpec, snapshot: Snapshot, capacity_tokens: int | None = None) -> dict[str, float]:
+        """What `serving.engines` reads from the metrics page and its side page, without the page: signals that move.
+
+        Args:
+            spec: the server.
+            snapshot: what can be seen of it.
+            capacity_tokens: what the reader takes the KV cache to hold, where it needs to be told.
+        """
+        ...
+
     def stream(self, asked: Asked, spec: ServerSpec, request_id: int, t_ns: int) -> Stream:
         """The frames of a streamed answer."""
         ...

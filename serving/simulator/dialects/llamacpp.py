@@ -511,6 +511,11 @@ _METRIC_HEADS = {
 }
 
 
+def _printed(value: float) -> float:
+    """As it can be read back from the page."""
+    return float(f"{value:.6g}")
+
+
 def _metric_values(build: _Build, spec: ServerSpec, snapshot: Snapshot) -> tuple[float, ...]:
     """In the order of the rows."""
     cached, generated, steps = snapshot.cached_tokens, snapshot.generated_tokens, snapshot.steps
@@ -1186,6 +1191,31 @@ class _LlamaCpp:
         # The real one is the host's monotonic clock in microseconds: it marks a start and dates none.
         start = ("Process-Start-Time-Unix", str(snapshot.started_ns // 1000 % 10**13))
         return Page(200, text.encode(), "text/plain; version=0.0.4", (*_SERVER_HEADERS, start, _KEEP))
+
+    def figures(self, spec: ServerSpec, snapshot: Snapshot, capacity_tokens: int | None = None) -> dict[str, float]:
+        """See `Dialect`. What comes from the metrics page has six digits."""
+        build = _build_of(spec.release)
+        processed = _printed(snapshot.prompt_tokens - snapshot.cached_tokens)
+        cached = _printed(snapshot.cached_tokens)
+        if build.old:
+            usage = _printed(snapshot.kv_blocks_used / max(1, spec.kv_blocks))
+        else:
+            capacity = capacity_tokens or spec.max_batch * spec.context_tokens
+            held = [
+                min(slot.processed_tokens + slot.cached_tokens + slot.decoded_tokens, spec.context_tokens)
+                for slot in _slots_of(spec, snapshot)
+                if slot.is_processing
+            ]
+            usage = min(1.0, sum(held) / capacity)
+        return {
+            "requests_running": _printed(snapshot.running),
+            "requests_waiting": _printed(snapshot.waiting),
+            "kv_cache_usage_ratio": usage,
+            "prompt_tokens_total": processed if build.old else processed + cached,
+            "prompt_tokens_cached_total": cached,
+            "generation_tokens_total": _printed(snapshot.generated_tokens),
+            "engine_progress_total": _printed(snapshot.steps),
+        }
 
     def stream(self, asked: Asked, spec: ServerSpec, request_id: int, t_ns: int) -> Stream:
         """Frames for every choice."""

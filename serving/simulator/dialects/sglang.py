@@ -209,6 +209,26 @@ class SglangDialect:
 
     # ---- answers
 
+    def figures(self, spec: ServerSpec, snapshot: Snapshot, capacity_tokens: int | None = None) -> dict[str, float]:
+        """See `Dialect`. SGLang tells its capacity itself, and has no counter of steps: tokens stand in for it."""
+        del capacity_tokens
+        ends = snapshot.finished
+        used = min(snapshot.kv_blocks_used, spec.kv_blocks) * spec.block_tokens
+        return {
+            "requests_running": float(snapshot.running),
+            "requests_waiting": float(snapshot.waiting),
+            "kv_cache_usage_ratio": round(used / max(1, spec.kv_capacity_tokens), 2),
+            "request_preemptions_total": float(snapshot.preemptions),
+            "prompt_tokens_total": float(snapshot.prompt_tokens),
+            "prompt_tokens_cached_total": float(snapshot.cached_tokens),
+            "generation_tokens_total": float(snapshot.generated_tokens),
+            "requests_finished_total": float(ends.get(Finish.LENGTH, 0.0) + ends.get(Finish.STOP, 0.0)),
+            "request_errors_total": float(
+                sum(count for (_, status), count in snapshot.http.items() if 500 <= status <= 599)
+            ),
+            "engine_progress_total": float(snapshot.prompt_tokens + snapshot.generated_tokens),
+        }
+
     def stream(self, asked: Asked, spec: ServerSpec, request_id: int, t_ns: int) -> Stream:
         """The frames of a streamed answer. With several choices each call gives one frame for each of them."""
         kind = _ChatStream if asked.api == "chat" else _TextStream

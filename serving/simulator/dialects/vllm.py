@@ -24,7 +24,7 @@ from serving.simulator.dialects.base import Asked, LogLine, Page, StartFailure, 
 from serving.simulator.dialects.prometheus import Figure, Template, bucket_values, edges_of, number
 from serving.simulator.spec import Finish, ServerSpec, Snapshot
 
-__all__ = ["VLLM_DIALECT", "VllmDialect", "counts_aborts"]
+__all__ = ["VLLM_DIALECT", "VllmDialect", "_counts_aborts"]
 
 _GIB = 2**30
 _HEADERS = (("server", "uvicorn"), ("vary", "Origin"))
@@ -217,7 +217,7 @@ class VllmDialect:
         layout = self._layout(spec, snapshot, renamed=renamed)
         finished, histograms, http = snapshot.finished, snapshot.histograms, snapshot.http
         stop, length = finished.get(Finish.STOP, 0.0), finished.get(Finish.LENGTH, 0.0)
-        abort = finished.get(Finish.CANCELLED, 0.0) if counts_aborts(spec) else 0.0
+        abort = finished.get(Finish.CANCELLED, 0.0) if _counts_aborts(spec) else 0.0
         error = finished.get(Finish.KV_FULL, 0.0)
         done = number(stop + length + abort + error)
         prompt, cached = number(snapshot.prompt_tokens), number(snapshot.cached_tokens)
@@ -270,6 +270,28 @@ class VllmDialect:
         return layout
 
     # ---- answers
+
+    def figures(self, spec: ServerSpec, snapshot: Snapshot, capacity_tokens: int | None = None) -> dict[str, float]:
+        """See `Dialect`. vLLM tells its capacity itself."""
+        del capacity_tokens
+        ends = snapshot.finished
+        done = ends.get(Finish.LENGTH, 0.0) + ends.get(Finish.STOP, 0.0) + ends.get(Finish.KV_FULL, 0.0)
+        if _counts_aborts(spec):
+            done += ends.get(Finish.CANCELLED, 0.0)
+        return {
+            "requests_running": float(snapshot.running),
+            "requests_waiting": float(snapshot.waiting),
+            "kv_cache_usage_ratio": min(1.0, snapshot.kv_blocks_used / max(1, spec.kv_blocks - 1)),
+            "request_preemptions_total": float(snapshot.preemptions),
+            "prompt_tokens_total": float(snapshot.prompt_tokens),
+            "prompt_tokens_cached_total": float(snapshot.cached_tokens),
+            "generation_tokens_total": float(snapshot.generated_tokens),
+            "requests_finished_total": float(done),
+            "request_errors_total": float(
+                sum(count for (_, status), count in snapshot.http.items() if 500 <= status <= 599)
+            ),
+            "engine_progress_total": float(snapshot.steps),
+        }
 
     def stream(self, asked: Asked, spec: ServerSpec, request_id: int, t_ns: int) -> Stream:
         """The frames of a streamed answer. With several choices each call gives one frame for each of them."""
@@ -402,8 +424,7 @@ def _cuts_output(spec: ServerSpec) -> bool:
     return version_of(spec.release) >= (0, 21)
 
 
-def counts_aborts(spec: ServerSpec) -> bool:
-    """Whether this release counts requests whose client went away among the finished ones."""
+def _counts_aborts(spec: ServerSpec) -> bool:
     # Measured to stay 0 in 0.32 and reported so of earlier ones; the oldest are given the benefit of the doubt.
     return version_of(spec.release) < (0, 13)
 
