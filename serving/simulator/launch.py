@@ -16,7 +16,7 @@ What cannot be known (code, workspace of kernels, buffers of the links) is a con
 of the KV pool come out within a tenth.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -50,7 +50,6 @@ _LOGIT_BYTES: Final = 10
 _LOAD_BYTES_PER_SECOND: Final = 3e9
 """From a local disk."""
 
-_RELEASES: Final = MappingProxyType({"vllm": "0.33.0", "sglang": "0.5.23", "llamacpp": "b11434"})
 _KV_BITS: Final[Mapping[str, float]] = MappingProxyType(
     {
         **dict.fromkeys(("auto", "bf16", "bfloat16", "f16", "fp16", "float16", "half"), 16.0),
@@ -235,6 +234,7 @@ def launch(
     """
     if engine not in ENGINES:
         raise ConfigError(f"engine {engine!r} is not known; known: {', '.join(ENGINES)}")
+    habits = _HABITS[engine]
     asked = settings or Settings(path="(no settings file)")
     if asked.engine not in (None, engine):
         raise ConfigError(f"{asked.where('engine')}: engine is {asked.engine}, but {engine} is to be launched")
@@ -246,9 +246,9 @@ def launch(
         if not 1 <= weight_bits <= 32:
             raise ConfigError(f"weight_bits is {weight_bits:g}; it must be between 1 and 32")
         # A GGUF file's bits are an average over everything in it; other files leave embedding and output matrix alone.
-        embedding_bits = weight_bits if engine == "llamacpp" else shape.embedding_bits
+        embedding_bits = weight_bits if habits.is_ggml else shape.embedding_bits
         shape = replace(shape, weight_bits=weight_bits, embedding_bits=embedding_bits)
-    if engine != "llamacpp" and (host_expert_ratio or partitioned or physical_batch_tokens):
+    if not habits.is_ggml and (host_expert_ratio or partitioned or physical_batch_tokens):
         raise ConfigError(f"host_expert_ratio, partitioned and physical_batch_tokens mean nothing to {engine}")
     for name, value in (
         ("cards", cards),
@@ -261,26 +261,26 @@ def launch(
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
     which = find_card(card) if isinstance(card, str) else card
-    split = _split(engine, shape, asked, cards)
+    split = _split(habits, shape, asked, cards)
     kv_name = (asked.kv_cache_dtype or "auto").lower()
     if kv_name not in _KV_BITS:
         raise ConfigError(
             f"{asked.where('kv_cache_dtype')}: kv_cache_dtype {kv_name!r} is not known; known: {', '.join(_KV_BITS)}"
         )
     context = context_tokens or asked.max_model_len
-    if context is not None and context > shape.context_tokens and engine != "llamacpp":
+    if context is not None and context > shape.context_tokens and not habits.is_ggml:
         raise ConfigError(
             f"{asked.where('max_model_len')}: {context} tokens are more than the {shape.context_tokens} of {shape.name}"
         )
-    physical = (physical_batch_tokens or 512) if engine == "llamacpp" else None
+    physical = (physical_batch_tokens or 512) if habits.is_ggml else None
     on_card = shape.on_card(split)
-    if engine == "llamacpp":
+    if habits.is_ggml:
         # The input embedding stays in main memory; where it is the output matrix too, the card has a copy.
         on_card = replace(on_card, embedding=0, head=on_card.head or on_card.embedding)
         on_card = replace(on_card, experts=on_card.experts - round(on_card.experts * host_expert_ratio))
     start = _Launch(
         engine=engine,
-        release=release or _RELEASES[engine],
+        release=release or habits.release,
         served=asked.model or shape.name,
         model=shape,
         card=which,
@@ -313,10 +313,10 @@ def launch(
         activation_token_bytes=_activation_bytes(shape, split),
         kv_type=kv_name,
     )
-    return {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}[engine](start)
+    return habits.start(start)
 
 
-def _split(engine: str, model: ModelShape, settings: Settings, cards: int) -> Split:
+def _split(habits: "_Habits", model: ModelShape, settings: Settings, cards: int) -> Split:
     """How the model is divided, checked against the number of cards."""
     if (settings.data_parallel_size or 1) > 1:
         raise ConfigError(
@@ -324,7 +324,7 @@ def _split(engine: str, model: ModelShape, settings: Settings, cards: int) -> Sp
             "launch one server for each copy"
         )
     tensor, pipeline = settings.tensor_parallel_size, settings.pipeline_parallel_size
-    if engine == "llamacpp":
+    if habits.is_ggml:
         tensor = tensor or 1
         pipeline = pipeline or max(1, cards // tensor)
     else:
@@ -335,8 +335,8 @@ def _split(engine: str, model: ModelShape, settings: Settings, cards: int) -> Sp
             f"{settings.where('tensor_parallel_size')}: {tensor} x {pipeline} cards are needed and {cards} are there"
         )
     expert = settings.expert_parallel_size or 1
-    if expert > 1 and (tensor % expert or (engine == "vllm" and expert != tensor)):
-        rule = "be the tensor-parallel size" if engine == "vllm" else "divide the tensor-parallel size"
+    if expert > 1 and (tensor % expert or (habits.experts_on_all_cards and expert != tensor)):
+        rule = "be the tensor-parallel size" if habits.experts_on_all_cards else "divide the tensor-parallel size"
         raise ConfigError(f"{settings.where('expert_parallel_size')}: {expert} must {rule}, {tensor}")
     split = Split(tensor, pipeline, expert)
     model.check_split(split)
@@ -561,3 +561,30 @@ def _version(release: str) -> tuple[int, ...]:
 
 def _gib(count: int) -> str:
     return f"{count / _GIB:.2f} GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class _Habits:
+    """What sets one engine's start apart.
+
+    Attributes:
+        start: divides the memory.
+        release: the newest that is imitated.
+        is_ggml: reads GGUF files: one figure for the bits of all weights, layers dealt out to the cards, experts and
+            the input embedding in main memory, a physical batch below the logical one, a context that may be stretched.
+        experts_on_all_cards: expert parallelism has no size of its own.
+    """
+
+    start: Callable[[_Launch], ServerSpec]
+    release: str
+    is_ggml: bool = False
+    experts_on_all_cards: bool = False
+
+
+_HABITS: Final[Mapping[str, _Habits]] = MappingProxyType(
+    {
+        "vllm": _Habits(_vllm, "0.33.0", experts_on_all_cards=True),
+        "sglang": _Habits(_sglang, "0.5.23"),
+        "llamacpp": _Habits(_llamacpp, "b11434", is_ggml=True),
+    }
+)
