@@ -385,7 +385,7 @@ def _give_tokens(
             continue
         if todo == 1 and generated and not decodes:
             continue
-        todo = min(todo, budget)
+        todo = _chunk(todo, budget, spec.policy.prompt_tail_tokens)
         need = -(-(flight.computed + todo) // block_tokens) - flight.private - len(flight.shared)
         if need > 0:
             if not pool.take(need):
@@ -412,6 +412,11 @@ def _make_room(state: State, flight: Flight, need: int, preempted: list[int]) ->
             return True
 
 
+def _chunk(todo: int, budget: int, tail: int) -> int:
+    """Tokens of one request in one step: what the budget allows, and not a prompt's tail with what is before it."""
+    return todo - tail if tail and tail < todo <= budget else min(todo, budget)
+
+
 def _has_prompt_work(state: State, limit: int) -> bool:
     """Whether a prompt could be processed now, so that decoding has to pause for it."""
     for flight in state.running:
@@ -429,7 +434,7 @@ def _fits(state: State, flight: Flight, budget: int) -> tuple[int, int, int] | N
     todo = flight.prompt_tokens + flight.generated
     # The last token has to be computed in any case, or nothing would come out.
     known = pool.known(flight.prefix, (flight.prompt_tokens - 1) // size) if flight.prefix and pool.keep else 0
-    first = min(todo - known * size, budget)
+    first = _chunk(todo - known * size, budget, spec.policy.prompt_tail_tokens)
     need = -(-(known * size + first) // size) - known
     spare = pool.available - (pool.idle_among(flight.prefix[:known]) if known else 0)
     ratio = spec.policy.reserved_output_ratio

@@ -354,8 +354,7 @@ class SimulatedServer:
         if not conditions.gauges_frozen:
             self._frozen = None
         elif self._frozen is None:
-            state = self.state
-            self._frozen = (len(state.running), len(state.waiting), state.pool.used)
+            self._frozen = self._gauges()
 
     # ---- requests
 
@@ -563,7 +562,7 @@ class SimulatedServer:
         running, waiting, blocks = (
             self._frozen
             if conditions.gauges_frozen and self._frozen is not None
-            else (len(state.running), len(state.waiting), state.pool.used)
+            else self._gauges()
         )
         busy = 0.0 if state.computing is None else 0.97
         return Snapshot(
@@ -597,6 +596,12 @@ class SimulatedServer:
                 shared_memory_bytes=round(self.shared_bytes),
             ),
         )
+
+    def _gauges(self) -> tuple[float, float, float]:
+        """Running, waiting and used blocks, as an engine knows them: what arrives during a step it sees after it."""
+        state = self.state
+        waiting = len(state.waiting) if state.computing is None else state.computing.waiting
+        return len(state.running), waiting, state.pool.used
 
     def _slots(self) -> tuple[SlotView, ...]:
         if not self.spec.policy.counts_at_finish:

@@ -79,6 +79,8 @@ class Policy:
         partitioned: each batch slot has its own part of the KV cache (llama.cpp without a unified cache), so none can
             take another's.
         counts_at_finish: token counters that clients see move when a request ends (llama.cpp).
+        prompt_tail_tokens: so many tokens at a prompt's end get a step of their own (4 where llama.cpp keeps context
+            checkpoints: models with a sliding window or a recurrent state).
     """
 
     on_full: OnFull = OnFull.PREEMPT
@@ -86,6 +88,7 @@ class Policy:
     reserved_output_ratio: float = 0.0
     partitioned: bool = False
     counts_at_finish: bool = False
+    prompt_tail_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
