@@ -24,7 +24,17 @@ from serving.clock import NS
 from serving.exposition import Histogram
 from serving.simulator.dialects import asgi
 from serving.simulator.dialects.asgi import GENERATION_PATHS, Invalid, RawRequest, compact, version_of, wire_string
-from serving.simulator.dialects.base import Asked, LogLine, Page, StartFailure, Stream, Trouble, Usage, tokenise
+from serving.simulator.dialects.base import (
+    Asked,
+    Dialect,
+    LogLine,
+    Page,
+    StartFailure,
+    Stream,
+    Trouble,
+    Usage,
+    tokenise,
+)
 from serving.simulator.dialects.prometheus import Figure, Template, bucket_values, edges_of, number
 from serving.simulator.spec import Finish, ServerSpec, Snapshot
 
@@ -198,10 +208,11 @@ class SglangDialect:
         return Page(200, layout.template.render(values), f"text/plain; version={version}; charset=utf-8", _HEADERS)
 
     def _layout(self, spec: ServerSpec, snapshot: Snapshot, *, renamed: bool) -> _Layout:
-        # By identity: a spec may hold what cannot be hashed, and is the same object in every scrape of one server.
+        # By identity: a spec may hold what cannot be hashed, and is the same object in every scrape of one server. The
+        # layout keeps it alive, so no other spec can take over its identity.
         key = (id(spec), renamed, tuple(snapshot.http))
         layout = self._layouts.get(key)
-        if layout is None or layout.spec is not spec:
+        if layout is None:
             if len(self._layouts) >= 64:
                 self._layouts.clear()
             layout = self._layouts[key] = _lay_out(spec, snapshot, renamed=renamed)
@@ -793,5 +804,5 @@ def _gb(size: float) -> str:
     return f"{size / _GIB:.2f}"
 
 
-SGLANG_DIALECT = SglangDialect()
+SGLANG_DIALECT: Dialect = SglangDialect()
 """The one that all simulated SGLang servers share."""

@@ -20,7 +20,17 @@ from typing import Any, TypeAlias
 from serving.clock import NS
 from serving.simulator.dialects import asgi
 from serving.simulator.dialects.asgi import GENERATION_PATHS, Invalid, RawRequest, compact, version_of, wire_string
-from serving.simulator.dialects.base import Asked, LogLine, Page, StartFailure, Stream, Trouble, Usage, tokenise
+from serving.simulator.dialects.base import (
+    Asked,
+    Dialect,
+    LogLine,
+    Page,
+    StartFailure,
+    Stream,
+    Trouble,
+    Usage,
+    tokenise,
+)
 from serving.simulator.dialects.prometheus import Figure, Template, bucket_values, edges_of, number
 from serving.simulator.spec import Finish, ServerSpec, Snapshot
 
@@ -260,10 +270,11 @@ class VllmDialect:
         return Page(200, layout.template.render(values), _metrics_type(spec), _HEADERS)
 
     def _layout(self, spec: ServerSpec, snapshot: Snapshot, *, renamed: bool) -> _Layout:
-        # By identity: a spec may hold what cannot be hashed, and is the same object in every scrape of one server.
+        # By identity: a spec may hold what cannot be hashed, and is the same object in every scrape of one server. The
+        # layout keeps it alive, so no other spec can take over its identity.
         key = (id(spec), snapshot.started_ns, renamed, tuple(snapshot.http))
         layout = self._layouts.get(key)
-        if layout is None or layout.spec is not spec:
+        if layout is None:
             if len(self._layouts) >= 64:
                 self._layouts.clear()
             layout = self._layouts[key] = _lay_out(spec, snapshot, renamed=renamed)
@@ -1113,5 +1124,5 @@ def _gib(size: float, digits: int = 2) -> str:
     return f"{size / _GIB:.{digits}f}"
 
 
-VLLM_DIALECT = VllmDialect()
+VLLM_DIALECT: Dialect = VllmDialect()
 """The one that all simulated vLLM servers share."""

@@ -221,6 +221,29 @@ def test_a_page_has_no_process_and_no_creation_times():
     assert not [name for name in names if name.startswith("process_") or name.endswith("_created")]
 
 
+@pytest.mark.parametrize(
+    ("release", "name", "labels", "value"),
+    [
+        ("0.5.23", "sglang:num_aborted_requests_total", {}, 8),
+        ("0.5.23", "sglang:gen_throughput", {}, 6024 / 89.5),
+        ("0.5.23", "sglang:kv_available_tokens", {}, 16000 - 4100),
+        ("0.5.23", "sglang:kv_used_tokens", {}, 4100),
+        ("0.5.23", "sglang:generation_tokens_total", {"is_streaming": "true"}, 6024),
+        ("0.5.23", "sglang:generation_tokens_total", {"is_streaming": "false"}, 0),
+        ("0.5.23", "sglang:weight_memory_usage_gb", {}, 14),
+        ("0.5.23", "sglang:kv_cache_memory_usage_gb", {}, 40),
+        ("0.5.23", "sglang:graph_memory_usage_gb", {"phase": "decode"}, 1),
+        ("0.5.23", "sglang:startup_available_gpu_memory_gb", {}, 22),
+        ("0.5.5", "sglang:num_retractions_sum", {}, 8),
+        ("0.4.9", "sglang:avg_request_queue_latency", {}, 0.125),
+        ("0.4.9", "sglang:cache_hit_rate", {}, 512 / 4066),
+    ],
+)
+def test_what_families_show_that_the_table_does_not_read(release, name, labels, value):
+    samples = parse(SGLANG_DIALECT.metrics(spec_of(release), snapshot_of()).body).samples[name]
+    assert [shown for found, shown in samples if labels.items() <= found.items()] == [value]
+
+
 def test_occupancy_is_not_a_number_and_so_is_not_read():
     page = SGLANG_DIALECT.metrics(SPEC, snapshot_of()).body
     assert b" NaN\n" in page
@@ -330,6 +353,7 @@ def test_a_valid_request_is_read():
     [
         (TEXT, text(2), 16),
         (TEXT, text(2, max_tokens=5), 5),
+        (TEXT, text(2040, max_tokens=6), 6),
         (CHAT, chat("a b"), 2048 - 5 - 2),
         (CHAT, chat("a b", model="any"), 2048 - 5 - 2),
         (CHAT, chat("a b", stream_options={"include_usage": True}), 2048 - 5 - 2),
@@ -350,6 +374,7 @@ def test_the_output_is_cut_at_what_the_pool_holds():
     [
         (text(3000), Complaint.PROMPT_TOO_LONG),
         (text(2000, max_tokens=100), Complaint.PROMPT_TOO_LONG),
+        (text(2041, max_tokens=7), Complaint.PROMPT_TOO_LONG),
         (text(2043, max_tokens=1), Complaint.PROMPT_TOO_LONG),
         (text(0), None),
         (text(1, max_tokens=0), None),
@@ -462,6 +487,11 @@ def test_text_of_a_chat_never_shares_a_frame_with_the_reason_why_it_ends():
         "reasoning_tokens": 0,
     }
     assert done == b"[DONE]"
+
+
+def test_an_ending_without_text_has_no_frame_for_text():
+    stream = SGLANG_DIALECT.stream(asked_of("chat"), SPEC, 1, T_NS)
+    assert len(frames_of(stream.ending(Finish.STOP, Usage(9, 4)))) == 3
 
 
 def test_usage_comes_only_when_it_was_asked_for():

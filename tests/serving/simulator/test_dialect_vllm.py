@@ -198,23 +198,20 @@ def test_the_metrics_page_has_the_families_types_and_labels_of_the_recorded_one(
     assert page.content_type == "text/plain; version=1.0.0; charset=utf-8"
 
 
-def test_families_come_in_the_recorded_order_and_with_the_recorded_edges():
+def test_but_for_its_figures_the_page_is_the_recorded_one_to_the_letter():
+    """The server of the 34 blocks again: the same lines in the same order, with the same labels and edges."""
     recorded = (SAMPLES / "metrics_kv_pressure.txt").read_text()
-    text = VLLM_DIALECT.metrics(spec_of(context_tokens=1024), snapshot_of()).body.decode()
+    settings = {"num_gpu_blocks_override": 34, "kv_cache_memory_bytes": 2**30, "user_specified_block_size": True}
+    spec = spec_of(context_tokens=1024, block_tokens=32, kv_blocks=34, settings=settings)
+    own = VLLM_DIALECT.metrics(spec, snapshot_of(http={(CHAT, 200): 8})).body.decode()
 
-    def order(page):
-        return [name for name in re.findall(r"^# TYPE (\S+)", page, re.MULTILINE) if name not in PYTHON_OWN]
+    def lines(page):
+        # Help is a sentence, and no sentence is copied.
+        kept = [line for line in page.splitlines() if not line.startswith("# HELP")]
+        named = [line.removeprefix("# TYPE ") if line[0] == "#" else line.rpartition(" ")[0] for line in kept]
+        return [line for line in named if re.match(r"\w+", line)[0] not in PYTHON_OWN]
 
-    def edges(page):
-        found = re.findall(r'^(\S+)_bucket\{.*?le="([^"]+)"', page, re.MULTILINE)
-        return {name: [edge for other, edge in found if other == name] for name in {name for name, _ in found}}
-
-    assert order(text) == order(recorded)
-    own, theirs = edges(text), edges(recorded)
-    # One label set for each handler, and the capture had one handler only.
-    own.pop("http_request_duration_seconds")
-    theirs.pop("http_request_duration_seconds")
-    assert own == theirs
+    assert lines(own) == lines(recorded)
 
 
 def test_the_recorded_page_of_the_34_blocks_reads_the_same_as_the_simulated_one():
@@ -325,6 +322,14 @@ def test_a_stream_has_the_frames_of_the_recorded_one(name, tokens):
         real.cached_tokens,
         real.completion_tokens,
     )
+
+
+def test_without_usage_the_fingerprint_is_in_the_last_frame_only():
+    stream = VLLM_DIALECT.stream(asked_of("sse_completion_nousage.txt", choices=2), SPEC, 1, T_NS)
+    first, second, done = frames_of(stream.ending(Finish.STOP, Usage(9, 2), [" a"]))
+    assert "system_fingerprint" not in first
+    assert second["system_fingerprint"].startswith("vllm-0.32.0-")
+    assert done == b"[DONE]"
 
 
 def test_several_tokens_share_one_frame_as_they_do_under_load():
@@ -524,6 +529,34 @@ def test_older_releases_refuse_what_does_not_fit_together(release):
     document = json.loads(page.body)
     assert page.status == 400
     assert VLLM.complaint(document.get("error", document)["message"]) is Complaint.PROMPT_TOO_LONG
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (2047, None),
+        (2048, "The decoder prompt (length 2048) plus the number of requested output tokens (at least 1)"),
+        (2049, "your prompt contains at least 2049 input tokens"),
+    ],
+)
+def test_where_a_prompt_becomes_too_long(tokens, words):
+    page = VLLM_DIALECT.read_request(TEXT, json.dumps({"prompt": "a " * tokens}).encode(), SPEC)
+    if words is None:
+        assert page.output_tokens == 1
+    else:
+        assert words in json.loads(page.body)["error"]["message"]
+
+
+def test_a_long_message_is_refused_by_its_characters_like_a_long_prompt():
+    page = VLLM_DIALECT.read_request(CHAT, chat("x" * 26_625), SPEC)
+    assert "26625 characters (more than 26624 characters" in json.loads(page.body)["error"]["message"]
+    assert VLLM_DIALECT.read_request(CHAT, chat("x" * 26_624), SPEC).prompt_tokens == 4
+
+
+def test_fields_are_taken_as_leniently_as_pydantic_takes_them():
+    body = {"prompt": ["a", "b"], "n": 2.0, "max_tokens": "7", "stream": 1, "ignore_eos": 0, "temperature": "0.5"}
+    asked = VLLM_DIALECT.read_request(TEXT, json.dumps(body).encode(), SPEC)
+    assert (asked.choices, asked.output_tokens, asked.stream, asked.ignore_eos) == (4, 7, True, False)
 
 
 @pytest.mark.parametrize(
@@ -745,6 +778,49 @@ def test_after_a_silent_rename_some_signals_are_gone_and_all_others_stay(release
 def test_model_flops_are_there_and_zero():
     samples = parse(VLLM_DIALECT.metrics(SPEC, snapshot_of()).body).samples
     assert [value for _, value in samples["vllm:estimated_flops_per_gpu_total"]] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "value"),
+    [
+        ("vllm:request_prompt_tokens_count", {}, 75),
+        ("vllm:request_prompt_tokens_sum", {}, 4066),
+        ("vllm:request_prompt_tokens_bucket", {"le": "1000.0"}, 0),
+        ("vllm:request_prompt_tokens_bucket", {"le": "2000.0"}, 75),
+        ("vllm:request_params_n_bucket", {"le": "1.0"}, 75),
+        ("vllm:iteration_tokens_total_sum", {}, 10090),
+        ("vllm:iteration_tokens_total_bucket", {"le": "8192.0"}, 0),
+        ("vllm:request_prefill_kv_computed_tokens_sum", {}, 4066 - 512),
+        ("vllm:request_inference_time_seconds_sum", {}, 2.75 + 5949 * 0.125),
+        ("vllm:request_decode_time_seconds_sum", {}, 5949 * 0.125),
+        ("vllm:request_num_preemptions_sum", {}, 7),
+        ("vllm:prompt_tokens_by_source_total", {"source": "local_compute"}, 4066 - 512),
+        ("vllm:prompt_tokens_by_source_total", {"source": "local_cache_hit"}, 512),
+        ("vllm:prompt_tokens_cached_by_source_total", {"source": "device"}, 512),
+        ("vllm:request_success_total", {"finished_reason": "length"}, 64),
+        ("vllm:request_success_total", {"finished_reason": "abort"}, 0),
+        ("vllm:admission_rejections_total", {"reason": "max_num_queued_reqs"}, 2),
+        ("vllm:num_requests_waiting_by_reason", {"reason": "capacity"}, 3),
+        ("http_request_duration_highr_seconds_count", {}, 75),
+        ("http_request_duration_highr_seconds_bucket", {"le": "0.25"}, 0),
+        ("http_request_duration_highr_seconds_bucket", {"le": "0.5"}, 15),
+        ("http_request_duration_highr_seconds_bucket", {"le": "0.75"}, 15),
+        ("http_request_duration_highr_seconds_bucket", {"le": "1.0"}, 75),
+        ("http_request_duration_seconds_count", {"handler": "/v1/chat/completions"}, 75),
+        ("process_open_fds", {}, 46),
+        ("process_cpu_seconds_total", {}, 22.45),
+    ],
+)
+def test_what_families_show_that_the_table_does_not_read(name, labels, value):
+    samples = parse(VLLM_DIALECT.metrics(SPEC, snapshot_of()).body).samples[name]
+    assert [shown for found, shown in samples if labels.items() <= found.items()] == [value]
+
+
+def test_the_oldest_release_counts_cached_blocks_and_aborted_requests():
+    samples = parse(VLLM_DIALECT.metrics(spec_of("0.8.5"), snapshot_of()).body).samples
+    assert samples["vllm:gpu_prefix_cache_hits_total"][0][1] == 512 // 16
+    assert samples["vllm:gpu_prefix_cache_queries_total"][0][1] == 4066 // 16
+    assert samples["vllm:request_prompt_tokens_count"][0][1] == 75 + 8
 
 
 def test_a_pool_used_to_the_last_block_shows_one():
@@ -1018,6 +1094,7 @@ FAILURES = {
 @pytest.mark.parametrize("release", VLLM_DIALECT.releases)
 @pytest.mark.parametrize("failure", list(StartFailure))
 def test_a_failed_start_is_told_and_ends_the_log(failure, release):
+    available = "Available KV cache memory: -4.00 GiB"
     lines = VLLM_DIALECT.startup_log(spec_of(release), T_NS, failure)
     words, complaint = FAILURES[failure]
     told = [line.text for line in lines if words in line.text]
@@ -1025,6 +1102,7 @@ def test_a_failed_start_is_told_and_ends_the_log(failure, release):
     assert VLLM.complaint(told[-1]) is complaint
     assert "Engine core initialization failed" in lines[-1].text
     assert "Application startup complete" not in text_of(lines)
+    assert (available in text_of(lines)) is (failure is StartFailure.NO_KV_CACHE)
 
 
 @pytest.mark.parametrize("failure", [None, *StartFailure])
