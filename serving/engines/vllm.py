@@ -45,6 +45,7 @@ _MAX_NUM_SEQS = re.compile(r"'max_num_seqs': (\d+)")
 _KV_TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
 _MAX_SEQ_LEN = re.compile(r"\bmax_seq_len=(\d+)")
 _MODEL_LEN = re.compile(r"Using max model len (\d+)")
+_FITTED_LEN = re.compile(r"Auto-fit max_model_len: reduced from [\d,]+ to ([\d,]+)")
 
 
 def _read_log(text: str) -> dict[str, int]:
@@ -57,7 +58,11 @@ def _read_log(text: str) -> dict[str, int]:
         # Pipeline stages print one line each, and the smallest binds.
         facts["kv_cache_capacity_tokens"] = min(tokens)
     lengths = _MAX_SEQ_LEN.findall(text) or _MODEL_LEN.findall(text)
-    if lengths:
+    fitted = _FITTED_LEN.findall(text)
+    if fitted:
+        # Printed after the lengths above, which are those asked for.
+        facts["context_tokens"] = int(fitted[-1].replace(",", ""))
+    elif lengths:
         facts["context_tokens"] = int(lengths[-1])
     return facts
 

@@ -188,7 +188,7 @@ class State:
     @classmethod
     def fresh(cls, spec: ServerSpec, t_ns: int) -> "State":
         """A server that has just become ready."""
-        return cls(spec, t_ns, BlockPool(spec.kv_blocks, keep=spec.prefix_cache))
+        return cls(spec, t_ns, BlockPool(spec.kv_blocks - spec.policy.reserved_blocks, keep=spec.prefix_cache))
 
     @property
     def inside(self) -> int:

@@ -26,6 +26,7 @@ from serving.engines import ENGINES
 from serving.errors import ConfigError
 from serving.model import ModelShape, Split, read_model
 from serving.settings import Settings
+from serving.simulator.dialects.asgi import version_of
 from serving.simulator.dialects.base import StartFailure
 from serving.simulator.roofline import Efficiency, Roofline
 from serving.simulator.spec import MemoryPlan, OnFull, Policy, ServerSpec
@@ -50,6 +51,8 @@ _LOGIT_BYTES: Final = 10
 _LOAD_BYTES_PER_SECOND: Final = 3e9
 """From a local disk."""
 
+_LIVE_COUNTERS: Final = (0, 5, 6)
+"""The first SGLang that counts tokens as they come."""
 _KV_BITS: Final[Mapping[str, float]] = MappingProxyType(
     {
         **dict.fromkeys(("auto", "bf16", "bfloat16", "f16", "fp16", "float16", "half"), 16.0),
@@ -392,7 +395,7 @@ def _vllm(start: _Launch) -> ServerSpec:
             activation_token_bytes=start.activation_token_bytes,
             request_bytes=request_bytes,
             start_seconds=45.0,
-            policy=Policy(),
+            policy=Policy(reserved_blocks=1),
             settings=settings,
         )
 
@@ -449,7 +452,11 @@ def _sglang(start: _Launch) -> ServerSpec:
             workspace_bytes=fixed + graphs + _DRIVER_BYTES,
             activation_token_bytes=start.activation_token_bytes,
             start_seconds=40.0,
-            policy=Policy(prefill_first=True, reserved_output_ratio=0.7),
+            policy=Policy(
+                prefill_first=True,
+                reserved_output_ratio=0.7,
+                counts_at_finish=version_of(start.release) < _LIVE_COUNTERS,
+            ),
             settings={
                 "tp_size": start.split.tensor,
                 "pp_size": start.split.pipeline,

@@ -79,6 +79,7 @@ class Policy:
         partitioned: each batch slot has its own part of the KV cache (llama.cpp without a unified cache), so none can
             take another's.
         counts_at_finish: token counters that clients see move when a request ends (llama.cpp).
+        reserved_blocks: KV blocks that no request ever gets (vLLM's null block).
         prompt_tail_tokens: so many tokens at a prompt's end get a step of their own (4 where llama.cpp keeps context
             checkpoints: models with a sliding window or a recurrent state).
     """
@@ -88,6 +89,7 @@ class Policy:
     reserved_output_ratio: float = 0.0
     partitioned: bool = False
     counts_at_finish: bool = False
+    reserved_blocks: int = 0
     prompt_tail_tokens: int = 0
 
 

@@ -809,6 +809,11 @@ def test_limits_in_recorded_startup_logs(engine, log, facts):
         (VLLM, "GPU KV cache size: 900 tokens\nGPU KV cache size: 800 tokens\n", {"kv_cache_capacity_tokens": 800}),
         (VLLM, "Using max model len 32768", {"context_tokens": 32768}),
         (
+            VLLM,
+            "max_seq_len=262144,\nAuto-fit max_model_len: reduced from 262144 to 34736 to fit in available memory\n",
+            {"context_tokens": 34736},
+        ),
+        (
             LLAMACPP,
             (
                 "srv load_model: capping per-slot context (4096) to --kv-unified-per-slot (512)\n"
