@@ -129,7 +129,8 @@ def _summary(document: Mapping[str, Any]) -> Group:
             f"running {figure(drain['running'])}, waiting {figure(drain['waiting'])}, "
             f"KV cache {percent(drain['kv_cache_usage_ratio'])} after {seconds(drain['seconds'])}",
         )
-    add("target", f"{target['url']}  {engine}  {target['model']}")
+    simulated = "  (simulated, not a real engine)" if target.get("simulated") else ""
+    add("target", f"{target['url']}  {engine}  {target['model']}{simulated}")
     add("run file", str(document["run"]))
     for finding in document["findings"]:
         rows.add_row(f"[yellow]{finding['severity']}[/]", escape(clean(f"{finding['title']}: {finding['evidence']}")))

@@ -57,6 +57,8 @@ GENERATION_PATHS: Final = ("/v1/chat/completions", "/v1/completions")
 
 _SLACK_SECONDS = 0.05
 """How late, on the wall's clock, the end of a step may be noticed without the next one beginning later for it."""
+_TOLD_SECONDS = 0.25
+"""How far behind, in wall time, the simulation is when people are told: one hiccup of the host is no news."""
 _PULSE_SECONDS = 0.05
 """Wall time after which the server's life is looked at when nothing else is due."""
 _FLUSH_SECONDS = 0.5
@@ -345,13 +347,8 @@ class SimulatorShell:
                 if server.start_number == number:
                     late = self.lateness.add((now_ns - end_ns) / (self.speed * NS))
                     server.begin(now_ns if late else end_ns)
-                    if late and not self._warned_slow:
-                        self._warned_slow = True
-                        self._warn(
-                            f"this machine is too slow for speed {self.speed:g}: a step ended "
-                            f"{(now_ns - end_ns) / (self.speed * NS):.3f} s late, and the simulation falls behind; "
-                            "the truth says when tokens really came out (GET /simulator/state tells how late)"
-                        )
+                    if late:
+                        self._tell_slowness()
             else:
                 break
         server.elapse(now_ns)
@@ -360,6 +357,16 @@ class SimulatorShell:
         if wall_s - self._flushed_s >= _FLUSH_SECONDS:
             self._flushed_s = wall_s
             self._keep()
+
+    def _tell_slowness(self) -> None:
+        behind_s = self.lateness.slipped_seconds
+        if behind_s >= _TOLD_SECONDS and not self._warned_slow:
+            self._warned_slow = True
+            self._warn(
+                f"this machine is too slow for speed {self.speed:g}, or something kept it busy: the simulation is "
+                f"{behind_s:.2f} s behind; the truth says when tokens really came out, and GET /simulator/state how "
+                "late they were"
+            )
 
     def _keep(self) -> None:
         """What need not be done at each step."""
@@ -502,6 +509,8 @@ class SimulatorShell:
 
     async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
         path, method = request.path, request.method
+        if request.transport is not None and request.headers.get("Expect", "").lower() == "100-continue":
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await request.read() if method == "POST" else b""
         if path.startswith("/simulator/"):
             return self._reply(request, self._control(request, body))
