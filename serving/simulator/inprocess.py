@@ -65,13 +65,18 @@ class InProcessTarget:
         self.dialect = dialect
         self._now_ns = now_ns
         self._capacity = kv_cache_capacity_tokens
+        self._looked_ns: int | None = None
+        self._seen: Snapshot | None = None
         self._learnt: Reading | None = None
         self._learnt_from: tuple[bool, int, str] | None = None
 
     def look(self) -> Snapshot | None:
-        """The server as it is now; None while it is down."""
-        self.server.run_until(self._now_ns())
-        return self.server.snapshot()
+        """The server as it is now; None while it is down. Within one moment of the clock it is looked at once."""
+        now_ns = self._now_ns()
+        if now_ns != self._looked_ns:
+            self.server.run_until(now_ns)
+            self._seen, self._looked_ns = self.server.snapshot(), now_ns
+        return self._seen
 
     def answer(self, request: HttpRequest) -> HttpAnswer:
         """What the server says to a request. Its own time does not pass meanwhile."""
