@@ -14,8 +14,8 @@ from pathlib import Path
 __all__ = ["Ballast"]
 
 _PIECE_BYTES = 2**20
-_PIECES_AT_ONCE = 32
-"""Touching a MiB takes a few tenths of a millisecond; the server's clock must not stand still for long."""
+_PIECES_AT_ONCE = 4
+"""Touching a MiB takes half a millisecond, more where the host is short, and the clock must not stand still for it."""
 _DESCRIPTORS_LEFT = 256
 """So many below the process's limit are left for connections."""
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - that this is where it goes is what is simulated

@@ -205,6 +205,7 @@ class SimulatorShell:
         self._handle: asyncio.TimerHandle | None = None
         self._poked = False
         self._flushed_s = 0.0
+        self._held_s = 0.0
         self._holder: socket.socket | None = None
         self._http: web.Server | None = None
         self._listener: asyncio.Server | None = None
@@ -354,6 +355,9 @@ class SimulatorShell:
         server.elapse(now_ns)
         self._settle()
         wall_s = self._loop.time()
+        if self._ballast is not None and wall_s - self._held_s >= _PULSE_SECONDS / 2:
+            self._held_s = wall_s
+            self._hold(self._ballast)
         if wall_s - self._flushed_s >= _FLUSH_SECONDS:
             self._flushed_s = wall_s
             self._keep()
@@ -374,14 +378,15 @@ class SimulatorShell:
             self._truth.flush()
         if self._log_lines:
             self._write_log()
-        if self._ballast is not None:
-            memory = self.server.memory
-            alive = self.server.alive
-            self._ballast.follow(
-                memory_bytes=memory.host_leaked + memory.cache_bytes if alive else 0.0,
-                descriptors=memory.descriptors if alive else 0.0,
-                shared_bytes=self.server.shared_bytes,
-            )
+
+    def _hold(self, ballast: Ballast) -> None:
+        """Really hold what leaked; a process that is down holds nothing."""
+        memory, alive = self.server.memory, self.server.alive
+        ballast.follow(
+            memory_bytes=memory.host_leaked + memory.cache_bytes if alive else 0.0,
+            descriptors=memory.descriptors if alive else 0.0,
+            shared_bytes=self.server.shared_bytes,
+        )
 
     def _settle(self) -> None:
         """Tell those whose request a death took, and keep the sockets as alive as the server is."""
