@@ -560,9 +560,7 @@ class SimulatedServer:
             return None
         state, conditions = self.state, self.conditions
         running, waiting, blocks = (
-            self._frozen
-            if conditions.gauges_frozen and self._frozen is not None
-            else self._gauges()
+            self._frozen if conditions.gauges_frozen and self._frozen is not None else self._gauges()
         )
         busy = 0.0 if state.computing is None else 0.97
         return Snapshot(

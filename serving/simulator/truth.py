@@ -42,6 +42,7 @@ import argparse
 import heapq
 import json
 import math
+import os
 import sys
 from array import array
 from collections import Counter, deque
@@ -908,11 +909,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlimsollError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    if asked.json:
-        print(json.dumps(report.as_json(), allow_nan=False))
-    else:
-        for line in _lines(report):
-            print(line)
+    text = json.dumps(report.as_json(), allow_nan=False) if asked.json else "\n".join(_lines(report))
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # The reader went away, as `head` does; what it wanted to see it has seen.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if report.problems else 0
 
 
