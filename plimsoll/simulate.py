@@ -61,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--context", type=_count, metavar="N", help="longest prompt plus output, tokens")
     what.add_argument("--kv-blocks", type=_count, metavar="N", help="blocks of the KV pool (default: what fits)")
     what.add_argument("--token-budget", type=_count, metavar="N", help="tokens of one step")
+    what.add_argument("--weight-bits", type=float, metavar="B", help="bits per weight (default: the model's own)")
+    what.add_argument(
+        "--host-experts", type=_ratio, default=0.0, metavar="R", help="llama.cpp: share of experts in main memory, 0..1"
+    )
+    what.add_argument("--kv-unified", action="store_true", help="llama.cpp: its slots share one KV cache")
     what.add_argument("--queue-limit", type=_count, metavar="N", help="waiting requests above which it refuses")
     how = parser.add_argument_group("how it runs")
     how.add_argument("--speed", type=_speed, default=1.0, metavar="X", help="its clock against the wall's (default: 1)")
@@ -193,6 +198,9 @@ def _launch(arguments: argparse.Namespace, engine: str, settings: Settings | Non
             kv_blocks=arguments.kv_blocks,
             context_tokens=arguments.context,
             token_budget=arguments.token_budget,
+            weight_bits=arguments.weight_bits,
+            host_expert_ratio=arguments.host_experts,
+            partitioned=False if arguments.kv_unified else None,
         )
     except LaunchFailure as failure:
         return failure
@@ -374,6 +382,16 @@ def _port(text: str) -> int:
     value = _whole(text)
     if value > 65535:
         raise argparse.ArgumentTypeError(f"{value} is no port")
+    return value
+
+
+def _ratio(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is outside 0 to 1")
     return value
 
 

@@ -251,8 +251,10 @@ def launch(
         # A GGUF file's bits are an average over everything in it; other files leave embedding and output matrix alone.
         embedding_bits = weight_bits if habits.is_ggml else shape.embedding_bits
         shape = replace(shape, weight_bits=weight_bits, embedding_bits=embedding_bits)
-    if not habits.is_ggml and (host_expert_ratio or partitioned or physical_batch_tokens):
-        raise ConfigError(f"host_expert_ratio, partitioned and physical_batch_tokens mean nothing to {engine}")
+    if not habits.is_ggml and (host_expert_ratio or partitioned is not None or physical_batch_tokens):
+        raise ConfigError(
+            f"experts in main memory, slots that share a KV cache and a physical batch mean nothing to {engine}"
+        )
     for name, value in (
         ("cards", cards),
         ("max_batch", max_batch),

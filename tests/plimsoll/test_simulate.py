@@ -157,6 +157,10 @@ def test_without_a_log_file_the_failed_start_is_told_to_people(capsys):
         (["--context", "999999999"], "999999999"),
         (["--settings", "/nonexistent.yaml"], "/nonexistent.yaml"),
         (["--api-key"], "PLIMSOLL_API_KEY"),
+        (["--host-experts", "2"], "outside 0 to 1"),
+        (["--host-experts", "x"], "not a number"),
+        (["--host-experts", "0.5"], "mean nothing to vllm"),
+        (["--kv-unified"], "mean nothing to vllm"),
         (["--truth", __file__], "never overwritten"),
         (["--truth", "/proc/nothing/truth"], "/proc/nothing"),
         (["--log", "/proc/nothing/log", "--port", "0"], "/proc/nothing"),
@@ -186,6 +190,10 @@ def test_flags_settings_and_defaults_make_the_server(tmp_path, monkeypatch):
     spec = plan("--max-batch", "48", "--kv-blocks", "4096", "--context", "32768", "--token-budget", "2048").spec
     assert (spec.max_batch, spec.kv_blocks, spec.context_tokens, spec.token_budget) == (48, 4096, 32768, 2048)
     assert plan("--queue-limit", "7").spec.queue_limit == 7
+    offload = ("--engine", "llamacpp", "--model", "qwen3-30b-a3b", "--gpu", "rtx-3090", "--weight-bits", "4.85")
+    whole, half = plan(*offload).spec, plan(*offload, "--host-experts", "0.5", "--kv-unified").spec
+    assert half.memory.weights_bytes < 0.6 * whole.memory.weights_bytes
+    assert not half.policy.partitioned
     settings = tmp_path / "serving.yaml"
     settings.write_text("model: hy3\nengine: sglang\nmax_batch_size: 24\ntensor_parallel_size: 8\n", encoding="utf-8")
     asked = plan("--settings", str(settings))
