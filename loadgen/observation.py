@@ -139,7 +139,7 @@ def view_stage(
     def values(signal: str) -> list[float]:
         return [tick.values[signal] for tick in inside if signal in tick.values]
 
-    preemptions = _increase_across(ticks, "request_preemptions_total", t_from_ns, t_to_ns)
+    preemptions = _increase_over(ticks, "request_preemptions_total", t_from_ns, t_to_ns)
     capacity = values("kv_cache_capacity_tokens")
     seconds = max(0.0, (t_to_ns - t_from_ns) / NS)
     running, waiting, kv_cache = (
@@ -188,10 +188,13 @@ def _t_end_ns(tick: TickLike) -> int:
     return tick.t_ns + round(tick.values.get("scrape_duration_seconds", 0.0) * NS)
 
 
-def _increase_across(ticks: Sequence[TickLike], signal: str, t_from_ns: int, t_to_ns: int) -> float | None:
-    """Growth of a counter from the last sample before a window to the first one after it, so that none is missed."""
+def _increase_over(ticks: Sequence[TickLike], signal: str, t_from_ns: int, t_to_ns: int) -> float | None:
+    """Growth of a counter from the last sample before a window to the last one in it.
+
+    The first sample after the window is not looked at: by then the next stage's load is on, and what it breaks at once
+    is not this stage's. What happens between two samples at the end of a window goes unseen instead.
+    """
     told = [tick for tick in ticks if signal in tick.values]
     before = [tick for tick in told if tick.t_ns <= t_from_ns][-1:]
-    inside = [tick for tick in told if t_from_ns < tick.t_ns <= t_to_ns]
-    after = [tick for tick in told if tick.t_ns > t_to_ns][:1]
-    return growth_of(signal, (*before, *inside, *after))
+    inside = [tick for tick in told if t_from_ns < tick.t_ns and _t_end_ns(tick) <= t_to_ns]
+    return growth_of(signal, (*before, *inside))

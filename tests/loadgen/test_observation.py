@@ -16,7 +16,7 @@ CLASSES = {"kv": "kv_cache_full", "oom": "out_of_memory", "odd": "another"}
 
 
 def tick(second, gpus=None, **values):
-    return Tick(second * NS, True, values, gpus=gpus or {})
+    return Tick(round(second * NS), True, values, gpus=gpus or {})
 
 
 def record(outcome=Outcome.OK, *, second=12, tokens=10, error=None, prompt=100):
@@ -111,23 +111,30 @@ def test_each_gauge_is_read_from_its_own_signal_and_a_missing_value_is_no_sample
     [
         ({}, None),
         ({15: 3}, None),
-        ({9: 3, 21: 5}, 2),
-        ({5: 1, 9: 3, 15: 4, 21: 6, 25: 60}, 3),
-        ({10: 3, 15: 4, 20: 5, 21: 7}, 4),
+        ({9: 3, 21: 5}, None),
+        ({5: 1, 9: 3, 15: 4, 21: 6, 25: 60}, 1),
+        ({10: 3, 15: 4, 20: 5, 21: 7}, 2),
         ({9: 3, 10: 4, 20: 5}, 1),
         ({15: 3, 19: 5}, 2),
-        ({9: 30, 15: 2, 21: 5}, 5),
-        ({1: 3, 25: 9}, 6),
-        ({9: 3, 21: 3}, 0),
+        ({9: 30, 15: 2, 19: 5}, 5),
+        ({9: 3, 15: 3, 21: 9}, 0),
     ],
 )
-def test_preemptions_count_from_the_last_sample_before_the_window_to_the_first_after_it(samples, preemptions):
+def test_preemptions_count_from_the_last_sample_before_the_window_to_the_last_in_it(samples, preemptions):
     seen = view([tick(second, request_preemptions_total=float(value)) for second, value in samples.items()])
     assert seen.preemptions == seen.observation.preemptions == preemptions
 
 
+def test_what_the_next_stages_load_throws_out_is_not_this_stages():
+    counts = {9: 3.0, 15: 3.0, 19.9: 3.0, 20.1: 8.0, 21: 30.0}
+    assert view([tick(second, request_preemptions_total=count) for second, count in counts.items()]).preemptions == 0
+    before = [tick(second, request_preemptions_total=3.0) for second in (9, 15)]
+    slow = tick(19.9, request_preemptions_total=8.0, scrape_duration_seconds=0.5)
+    assert view([*before, slow]).preemptions == 0
+
+
 def test_ticks_without_the_counter_are_no_edge_of_it():
-    ticks = [tick(8, request_preemptions_total=1), tick(9), tick(15), tick(21), tick(22, request_preemptions_total=4)]
+    ticks = [tick(8, request_preemptions_total=1), tick(9), tick(15), tick(19, request_preemptions_total=4), tick(20)]
     assert view(ticks).preemptions == 3
 
 
