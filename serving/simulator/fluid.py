@@ -36,6 +36,10 @@ MAX_STEP_SECONDS = 15.0
 NO_LIMIT = 1_000_000
 BUNCHED = 1.4
 """Prompts that meet wait for each other while the rest stands still, so that they weigh more; fitted on token mode."""
+CLUMP = 1.25
+CLUMP_AGAIN = 0.7
+"""Prompts that are let in together where the KV cache binds: small ones behind a large one, and those thrown out
+together; fitted on token mode."""
 YOUNG = 0.15
 """Tokens that the youngest request has when it is thrown out, over the mean of all that run; fitted on token mode."""
 _COMPLETIONS = "/v1/completions"
@@ -170,7 +174,7 @@ class FluidServer:
                 target_ns = max(now_ns, self.origin_ns + round(events[0].t_s * NS))
             if self._down_until_ns is not None:
                 target_ns = min(target_ns, self._down_until_ns)
-            else:
+            elif target_ns > now_ns:
                 target_ns = self._elapse(target_ns)
             self._now_ns = target_ns
             if self._down_until_ns is not None and target_ns >= self._down_until_ns:
@@ -246,6 +250,7 @@ class FluidServer:
         limit, kv_bound = self._limit(conditions)
         preempts = kv_bound and waiting and spec.policy.on_full is OnFull.PREEMPT
         speed.again = lengths.preemptions if preempts and not spec.policy.reserved_output_ratio else 0.0
+        speed.clump = CLUMP + CLUMP_AGAIN * speed.again if kv_bound and waiting else 1.0
 
         rest, tie = speed.rest(rate, limit)
         room = 4 * math.sqrt((max(rest, running) + 1) / (1 - tie))
@@ -281,7 +286,7 @@ class FluidServer:
             expected = rest * (1 - stays)
             stayed = _dispersed(rng, expected, dispersion * (1 + stays) - stays)
             # Those who came and left again vary less by as much, so that all who came are Poisson.
-            passed_by = rest * x - expected
+            passed_by = max(1e-9, rate * seconds - expected)
             less = math.sqrt(max(0.0, 1 - expected * (dispersion - 1) * (1 + stays) / passed_by))
             passing = _leaving(rng, passed_by, less)
             admitted = came = stayed + passing
@@ -424,7 +429,8 @@ class FluidServer:
         if admitted:
             prompt = min(lengths.prompt_at(rng.random() ** (1 / admitted)), self.spec.context_tokens)
             meet = _largest_poisson(tally.prompts_per_step, rng.random() / max(1.0, tally.steps))
-            tokens += max(prompt, meet * lengths.uncached_tokens)
+            # The longest prompt and the fullest step seldom fall together.
+            tokens += prompt + max(0, meet - 1) * lengths.uncached_tokens / 2
             self._observe(
                 "time_to_first_token_seconds", tally.first_sum, 0.1 + 0.8 * lengths.prompt_variation, admitted
             )
@@ -846,12 +852,14 @@ class _Speed:
         self.lengths = lengths
         self.again = 0.0
         """How often a request's prompt is computed again."""
+        self.clump = 1.0
+        """Prompts that come together."""
         self.decode_share = 1.0
         """Share of a residence after the first token, where the batch was looked at last."""
         self._factors = (1.0, 1.0)
-        self._points: dict[tuple[int, int, float], _Point] = {}
+        self._points: dict[tuple[int, int, float, float], _Point] = {}
         self._rests: dict[tuple[int, int], tuple[float, float]] = {}
-        self._mosts: dict[tuple[int, float], float] = {}
+        self._mosts: dict[tuple[int, float, float], float] = {}
 
     def set(self, lengths: _Lengths, step_factor: float, decode_factor: float) -> None:
         """From now on requests are of those lengths, and steps take so many times as long."""
@@ -868,7 +876,7 @@ class _Speed:
         """The point nearest to a batch of `running` while prompts come at `rate` a second."""
         size = max(1, round(running))
         bucket = round(math.log(rate) * _RATE_STEPS) if rate > 1e-9 else -(10**6)
-        key = (size, bucket, self.again)
+        key = (size, bucket, self.again, self.clump)
         point = self._points.get(key)
         if point is None:
             at_rate = math.exp(bucket / _RATE_STEPS) if rate > 1e-9 else 0.0
@@ -913,7 +921,7 @@ class _Speed:
 
     def most(self, limit: int) -> float:
         """Requests a second that a full batch lets through."""
-        key = (limit, self.again)
+        key = (limit, self.again, self.clump)
         found = self._mosts.get(key)
         if found is None:
             found = 0.0
@@ -958,7 +966,7 @@ class _Speed:
         mean = base
         for _ in range(40):
             meet = min(rate * chunks * mean, most)
-            odds = _odds(meet, most)
+            odds = _odds(meet, most, self.clump)
             before, mean = mean, sum(share * cost(count) for count, share in odds)
             if abs(mean - before) < 1e-4 * mean:
                 break
@@ -1027,8 +1035,8 @@ class _Speed:
         return total * step_factor
 
 
-def _odds(mean: float, most: float) -> list[tuple[float, float]]:
-    """(chunks in a step, probability): Poisson with that mean, and no more than `most`."""
+def _odds(mean: float, most: float, clump: float) -> list[tuple[float, float]]:
+    """(chunks in a step, probability): Poisson with that mean, and no more than `most`; they come `clump` at a time."""
     if mean <= 0:
         return [(0.0, 1.0)]
     if most < 2:
@@ -1040,15 +1048,15 @@ def _odds(mean: float, most: float) -> list[tuple[float, float]]:
         spread = math.sqrt(3 * mean)
         return [(max(0.0, mean - spread), 1 / 6), (mean, 2 / 3), (min(most, mean + spread), 1 / 6)]
     odds: list[tuple[float, float]] = []
-    share = math.exp(-mean)
+    share = math.exp(-mean / clump)
     left = 1.0
     count = 0
-    while count < most - 1e-9 and left > 1e-5:
-        odds.append((float(count), share))
+    while count * clump < most - 1e-9 and left > 1e-5:
+        odds.append((count * clump, share))
         left -= share
         count += 1
-        share *= mean / count
-    odds.append((min(most, float(count)), max(0.0, left)))
+        share *= mean / clump / count
+    odds.append((min(most, count * clump), max(0.0, left)))
     return odds
 
 
