@@ -266,10 +266,11 @@ class FluidServer:
                 # There is room, so it is the token budget that keeps them waiting: every step is full.
                 flow = NO_LIMIT
             point = speed.at(max(1.0, running), flow)
-            # While many wait the batch stays full whatever happens, so that time may pass faster.
-            longest = max(
-                point.residence_seconds / 8, waiting / (2 * max(running / point.residence_seconds, rate, 1e-9))
-            )
+            # While so many wait that they will not all be gone, the batch stays full, and time may pass faster.
+            leaves = running / point.residence_seconds
+            by_chance = (waiting / 3) ** 2 / max(2 * (rate + leaves), 1e-9)
+            by_trend = waiting / max(2 * (leaves - rate), 1e-9)
+            longest = max(point.residence_seconds / 8, min(by_chance, by_trend))
             seconds = min(seconds, longest)
         x = seconds / point.residence_seconds
         slowed = 1.0
@@ -413,10 +414,13 @@ class FluidServer:
 
         ended = left
         if conditions.stuck_share and admitted:
-            stuck = min(_binomial(rng, admitted, conditions.stuck_share), left + self._running)
-            ended = max(0, left - stuck)
-            self._running -= stuck - (left - ended)
-            self._stuck += stuck
+            stuck = _binomial(rng, admitted, conditions.stuck_share)
+            still_here = min(stuck, self._running)
+            # The rest would have been counted as having left.
+            room = self._batch_limit(conditions) - self._stuck - self._running
+            ended -= max(0, min(stuck - still_here, left, room))
+            self._running -= still_here
+            self._stuck += still_here + left - ended
         gone = _binomial(rng, ended, lengths.cancelled_share)
         self.finished[Finish.CANCELLED] += gone
         self.finished[Finish.STOP] += ended - gone
@@ -459,10 +463,13 @@ class FluidServer:
 
     # ---- the batch's limits
 
+    def _batch_limit(self, conditions: Conditions) -> int:
+        return NO_LIMIT if conditions.limit_ignored else self.spec.max_batch
+
     def _limit(self, conditions: Conditions) -> tuple[int, bool]:
         """How many can run (those that are stuck not counted), and whether it is the KV cache that says so."""
         spec, lengths = self.spec, self._speed.lengths
-        limit = (NO_LIMIT if conditions.limit_ignored else spec.max_batch) - self._stuck
+        limit = self._batch_limit(conditions) - self._stuck
         each = self._blocks_each(max(1, self._running))
         reserve = spec.policy.reserved_output_ratio
         head = min(lengths.queue_head_tokens, spec.token_budget)

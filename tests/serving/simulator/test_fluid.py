@@ -190,7 +190,7 @@ class TestPhysics:
 
 
 class TestSeries:
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(
         rate=st.floats(0.05, 15.0),
         max_batch=st.integers(1, 40),
