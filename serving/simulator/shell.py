@@ -565,6 +565,7 @@ class SimulatorShell:
         request_id = self._last_id
         fault = server.plan.answer_fault(request_id, (now_ns - server.origin_ns) / NS)
         if fault is not None and fault.name in _REFUSALS:
+            self._tell_hit(fault, request_id, asked)
             return self._reply(request, self.complain(_REFUSALS[fault.name], path), path)
         tokens, finish = self._length(asked, request_id)
         if fault is not None and fault.name == "empty_answer":
@@ -573,6 +574,8 @@ class SimulatorShell:
         arrival = Arrival(request_id, now_ns, asked.prompt_tokens, tokens, asked.prefix, finish)
         if server.arrive(arrival) is not None:
             return self._reply(request, self.complain(Trouble.OVERLOADED, path), path)
+        if fault is not None:
+            self._tell_hit(fault, request_id, asked)
         answer = _Answer(self, request, asked, server.flights[request_id], fault)
         self._answers[request_id] = answer
         self._poke()
@@ -583,6 +586,13 @@ class SimulatorShell:
                 self._cancel(request_id)
             raise
         return _Reply(keep_alive=answer.keeps_alive)
+
+    def _tell_hit(self, fault: Fault, request_id: int, asked: Asked) -> None:
+        """Write down which request a fault of answers hits: those that are refused leave no other trace."""
+        server = self.server
+        if server.truth is not None:
+            lengths = {"prompt_tokens": asked.prompt_tokens, "output_tokens": asked.output_tokens}
+            server.truth.event(server.t_ns, fault.name, id=request_id, **lengths)
 
     def forget(self, request_id: int) -> None:
         """An answer broke off by its own fault: the engine sees a client that went away."""

@@ -443,6 +443,7 @@ async def test_a_fault_of_answers_is_met_by_the_client(simulate, engine, api, fa
     assert (result.outcome, result.status) == expected, result.error
     await until(lambda: not simulation.server.state.inside)
     assert (await stream_once(simulation, api, 8)).outcome is expected[0], "the server goes on"
+    assert simulation.report().events[fault.partition(",")[0].partition("=")[0]] == 2, "the truth says whom it hit"
 
 
 @engines
