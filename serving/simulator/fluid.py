@@ -4,10 +4,10 @@ Token mode takes every step; here a request is one of many. What a step costs co
 same specification gives the same throughput, batch, KV cache and memory, and a test holds both modes together.
 
 Requests inside are a birth-death process: they arrive at the traffic's rate, and each of `n` that run leaves after a
-residence that depends on `n`. Where nothing binds, its transition over any time is known (those still there are
-binomial, newcomers still there Poisson, as in M/M/infinity), so that a sample costs one draw however long ago the last
-one was. Near a limit, time is cut into parts of a residence. Series therefore have the variance and the memory of a
-queue, and are no smoother than real ones.
+residence that depends on `n`. Where nothing binds, its transition over any time is that of M/M/infinity (those still
+there are binomial, newcomers still there Poisson, or negative binomial as far as a larger batch is a slower one), so
+that a sample costs one draw however long ago the last one was. Near a limit, time is cut into parts of a residence.
+Series therefore have the variance and the memory of a queue, and are no smoother than real ones.
 
 A residence is the prompt's steps, then one step a token. A step with prompts in it takes longer. How many meet in one
 is Poisson; prompts longer than the token budget come in full chunks, one a step. What this leaves out is which request
@@ -331,9 +331,11 @@ class FluidServer:
                 waiting += after - limit
                 after = limit
             if spec.queue_limit is not None and waiting > spec.queue_limit:
-                tally.rejected += waiting - spec.queue_limit
-                came -= waiting - spec.queue_limit
-                waiting = spec.queue_limit
+                # Who was thrown out comes back to the queue, however long it is.
+                refused = min(waiting - spec.queue_limit, came)
+                tally.rejected += refused
+                came -= refused
+                waiting -= refused
             area = (running + after) / 2 * seconds
             idle = 0.0 if running or after else 1.0
 
@@ -646,7 +648,9 @@ class _Lengths:
 
     Attributes:
         accepted_share: share of all that fit the context.
+        prompt_tokens: whole prompts.
         prompt_variation: standard deviation of prompt lengths over their mean.
+        prompt_spread: the same of their logarithm.
         uncached_tokens: prompt tokens that are not found in the prefix cache.
         prefill_context: sum over those of the context that each attends to.
         cached_tokens: the rest of the prompt.
@@ -654,12 +658,14 @@ class _Lengths:
         prefix_blocks: blocks of the common prefix.
         prefix_share: share of requests that begin with it.
         output_tokens: tokens generated; fewer than planned where the client goes away.
+        output_variation: their standard deviation over their mean.
         decode_context: KV tokens of a sequence that gets a token, mean over tokens.
         context_deviation: its standard deviation.
         decode_prompt_tokens: the prompt's part in it.
         progress: the part in it that was generated.
         queue_head_tokens: prompt at the head of a queue that waits for KV blocks, where longer ones stay longer.
         prefill_tokens_held: KV tokens of a request while its prompt is processed.
+        cancelled_share: share of requests whose client goes away.
         preemptions: how often a request is thrown out while the KV cache binds.
     """
 

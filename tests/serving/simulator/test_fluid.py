@@ -241,6 +241,8 @@ class TestSeries:
                     assert getattr(seen, counter) >= getattr(before, counter)
                 for counter in ("step_tokens", "prefill_seconds", "decode_seconds", "longest_tokens"):
                     assert getattr(seen, counter) >= getattr(before, counter)
+                assert all(seen.http[answer] >= count for answer, count in before.http.items())
+                assert all(seen.finished[why] >= count for why, count in before.finished.items())
                 for signal, histogram in seen.histograms.items():
                     old = before.histograms[signal].cumulative
                     assert all(a <= b + 1e-6 for a, b in zip(old, histogram.cumulative, strict=True))
