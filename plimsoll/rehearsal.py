@@ -3,14 +3,20 @@
 Nothing here judges or measures. It is the composition of `plimsoll.watch` with a clock that jumps from one sample to
 the next and a target that needs no socket, so that what the watch says after thirty days can be held against what is
 known to have happened.
+
+    rehearsal = Rehearsal(config, history, clock, InProcessTarget(server, VLLM_DIALECT, clock.now_ns))
+    await rehearsal.run(until_ns)
+    rehearsal.fired("memory_only_grows")
 """
 
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Final
 
 from alerts.state import State
+from alerts.verdict import Finding
 from monitor.gpu import GpuDevice, GpuReport
 from monitor.history import SqliteHistory
 from monitor.sampler import LocalView, Sampler, Tick
@@ -20,7 +26,10 @@ from serving.engines import Reading, ScrapeFailure
 from serving.records import Event
 from serving.simulator.inprocess import InProcessTarget
 
-__all__ = ["LeapingClock", "Rehearsal", "Said", "SimulatedGpus", "rehearse", "simulated_host"]
+__all__ = ["LeapingClock", "Rehearsal", "Said", "SimulatedGpus", "simulated_host"]
+
+HOST_BYTES: Final = 512 * 2**30
+"""Memory of the simulated host."""
 
 
 class LeapingClock:
@@ -41,9 +50,13 @@ class LeapingClock:
         """Nanoseconds since the Unix epoch."""
         return self._now_ns
 
+    def advance(self, seconds: float) -> None:
+        """Let `seconds` pass for something that was done meanwhile."""
+        self._now_ns += max(0, round(seconds * NS))
+
     async def sleep(self, seconds: float) -> None:
         """Leap ahead by `seconds`."""
-        self._now_ns += max(0, round(seconds * NS))
+        self.advance(seconds)
         if self.on_leap is not None:
             await self.on_leap(self._now_ns)
         await asyncio.sleep(0)
@@ -82,133 +95,131 @@ class SimulatedGpus:
         """Nothing to let go of."""
 
 
-def simulated_host(target: InProcessTarget) -> Callable[[], Awaitable[LocalView]]:
-    """What the host tells of a simulated server's processes."""
+def simulated_host(target: InProcessTarget, host_bytes: int = HOST_BYTES) -> Callable[[], Awaitable[LocalView]]:
+    """What a host with that much memory tells of itself and of a simulated server's processes; nothing while down.
+
+    What lies in /dev/shm is nobody's anonymous memory, but the host can no longer give it out.
+    """
 
     async def read() -> LocalView:
         snapshot = target.look()
         if snapshot is None:
             return LocalView()
         process = snapshot.process
+        resident_bytes = process.anonymous_memory_bytes - process.swap_bytes
         values = {
             "process_anonymous_memory_bytes": float(process.anonymous_memory_bytes),
-            "process_resident_memory_bytes": float(process.anonymous_memory_bytes - process.swap_bytes),
+            "process_resident_memory_bytes": float(resident_bytes),
             "process_swap_bytes": float(process.swap_bytes),
             "process_open_fds": float(process.open_fds),
             "process_threads": float(process.threads),
             "process_cpu_seconds_total": process.cpu_seconds,
         }
+        host = {
+            "host_memory_available_bytes": float(max(0, host_bytes - resident_bytes - process.shared_memory_bytes)),
+            "host_swap_used_bytes": float(process.swap_bytes),
+        }
         started_s = snapshot.started_ns / NS
-        return LocalView({}, {"server": values}, f"simulated start at {snapshot.started_ns}", started_s)
+        return LocalView(host, {"server": values}, f"simulated start at {snapshot.started_ns}", started_s)
 
     return read
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """An alert that began to fire, or ended."""
+    """An alert that began to fire, or ended; `findings` are those of the evaluation that moved it."""
 
     t_ns: int
     rule: str
     firing: bool
-    titles: tuple[str, ...] = ()
-    """What the findings of the evaluation that moved it said, in short."""
+    findings: tuple[Finding, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What a watch said in virtual time.
+    """A watch beside a simulated server.
+
+    `watch` and `sampler` are the real ones: an exporter follows `sampler` and shows `watch.families`, a listener of
+    `sampler` hears every tick, and `watch.on_event` puts a deploy on the timeline. The time that a scrape takes passes
+    for the watch as well.
+
+    Args:
+        config: as of a real watch; its target's interval and its rules count, its addresses do not.
+        history: open for writing, and kept by the caller. One that an earlier watch has left is continued.
+        clock: reads the same time as the target.
+        target: the simulated server.
 
     Attributes:
+        watch: what remembers and judges.
+        sampler: what looks.
         said: alerts that fired and ended, in order.
-        events: restarts, and when the target came and went, as the watch saw them.
         ticks: samples taken.
         failed_ticks: of those, without an answer of the target.
     """
 
-    said: tuple[Said, ...]
-    events: tuple[Event, ...]
-    ticks: int
-    failed_ticks: int
+    def __init__(
+        self, config: WatchConfig, history: SqliteHistory, clock: LeapingClock, target: InProcessTarget
+    ) -> None:
+        self.watch = Watch(config, history, clock)
+        self.said: list[Said] = []
+        self.ticks = 0
+        self.failed_ticks = 0
+        self._history = history
+        self._clock = clock
+        self._name = config.target.name
+        self._every_ns = round(config.evaluate_every_s * NS)
+        self._due_ns = clock.now_ns() + self._every_ns
+        self._until_ns = clock.now_ns()
+
+        async def read() -> Reading | ScrapeFailure:
+            return target.read()
+
+        self.sampler = Sampler(
+            clock,
+            read,
+            gpu=SimulatedGpus(target),
+            local=simulated_host(target),
+            interval_seconds=config.target.interval_s,
+        )
+        self.sampler.add_listener(self._count)
+        self.sampler.add_listener(self.watch.on_tick)
+        self.sampler.add_event_listener(self.watch.on_event)
+
+    async def run(self, until_ns: int) -> None:
+        """Take every sample that is due before `until_ns`; may be called again to go on."""
+        self._until_ns = until_ns
+        self._clock.on_leap = self._judge_when_due
+        with contextlib.suppress(_Over):
+            await self._judge_when_due(self._clock.now_ns())
+            await self.sampler.run()
+        self.watch.save()
 
     def fired(self, rule: str | None = None) -> tuple[Said, ...]:
         """Alerts that began to fire, of one rule or of all."""
         return tuple(one for one in self.said if one.firing and rule in (None, one.rule))
 
+    @property
+    def events(self) -> list[Event]:
+        """What is on the target's timeline: restarts, when it came and went, and what was marked."""
+        return self._history.events(target=self._name)
 
-@dataclass(slots=True)
-class _Notes:
-    said: list[Said] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    ticks: int = 0
-    failed_ticks: int = 0
+    def _count(self, tick: Tick) -> None:
+        self.ticks += 1
+        self.failed_ticks += not tick.up
+        self._clock.advance(tick.values["scrape_duration_seconds"])
 
-
-async def rehearse(
-    config: WatchConfig,
-    history: SqliteHistory,
-    clock: LeapingClock,
-    target: InProcessTarget,
-    *,
-    until_ns: int,
-    on_tick: Callable[[Tick], None] | None = None,
-) -> Rehearsal:
-    """Run a watch beside a simulated server from the clock's time to `until_ns`.
-
-    Args:
-        config: as of a real watch; its target's interval and its rules count, its addresses do not.
-        history: open for writing, and kept by the caller.
-        clock: reads the same time as the target.
-        target: the simulated server.
-        until_ns: when it ends.
-        on_tick: told of every sample.
-    """
-    watch = Watch(config, history, clock)
-    notes = _Notes()
-    every_ns = round(config.evaluate_every_s * NS)
-    due_ns = clock.now_ns() + every_ns
-    states = {name: alert.state for name, alert in watch.alerts.items()}
-
-    async def read() -> Reading | ScrapeFailure:
-        return target.read()
-
-    sampler = Sampler(
-        clock,
-        read,
-        gpu=SimulatedGpus(target),
-        local=simulated_host(target),
-        interval_seconds=config.target.interval_s,
-    )
-
-    def note(tick: Tick) -> None:
-        notes.ticks += 1
-        notes.failed_ticks += not tick.up
-        watch.on_tick(tick)
-        if on_tick is not None:
-            on_tick(tick)
-
-    def note_event(event: Event) -> None:
-        notes.events.append(event)
-        watch.on_event(event)
-
-    async def judge(t_ns: int) -> None:
-        nonlocal due_ns
-        if t_ns >= until_ns:
-            raise asyncio.CancelledError
-        if t_ns < due_ns:
+    async def _judge_when_due(self, t_ns: int) -> None:
+        if t_ns >= self._until_ns:
+            raise _Over
+        if t_ns < self._due_ns:
             return
-        due_ns += every_ns * ((t_ns - due_ns) // every_ns + 1)
-        await watch.judge()
-        for name, alert in watch.alerts.items():
-            was, states[name] = states[name], alert.state
-            if (was is State.FIRING) != (alert.state is State.FIRING):
-                titles = tuple(finding.title for finding in watch.looks[name].findings)
-                notes.said.append(Said(t_ns, name, alert.state is State.FIRING, titles))
+        self._due_ns += self._every_ns * ((t_ns - self._due_ns) // self._every_ns + 1)
+        states = {name: alert.state for name, alert in self.watch.alerts.items()}
+        await self.watch.judge()
+        for name, alert in self.watch.alerts.items():
+            if (states[name] is State.FIRING) != (alert.state is State.FIRING):
+                findings = self.watch.looks[name].findings
+                self.said.append(Said(t_ns, name, alert.state is State.FIRING, findings))
 
-    clock.on_leap = judge
-    sampler.add_listener(note)
-    sampler.add_event_listener(note_event)
-    with contextlib.suppress(asyncio.CancelledError):
-        await sampler.run()
-    watch.save()
-    return Rehearsal(tuple(notes.said), tuple(notes.events), notes.ticks, notes.failed_ticks)
+
+class _Over(Exception):  # noqa: N818 # nothing is wrong
+    """The rehearsal has reached its end."""
