@@ -170,7 +170,9 @@ class MemoryOnlyGrows(_Patient):
         self, series: Series, floors: Sequence[float], load: tuple[float, float], window_ns: int, t_ns: int
     ) -> Finding:
         growth = floors[-1] - floors[0]
-        hours = window_ns / NS / 3600
+        # The first and the last floor are the lowest of blocks that begin 11 of the window's 12 apart.
+        seconds = window_ns / NS * 11 / 12
+        hours = seconds / 3600
         on_gpu = series.signal.startswith("gpu_")
         what = f"{'GPU memory' if on_gpu else 'memory of the server'}{_labelled(series)}"
         return Finding(
@@ -196,7 +198,7 @@ class MemoryOnlyGrows(_Patient):
                 ("growth_bytes", growth),
                 ("growth_ratio", growth / floors[0]),
                 ("window_seconds", window_ns / NS),
-                ("growth_bytes_per_second", growth / (window_ns / NS)),
+                ("growth_bytes_per_second", growth / seconds),
                 ("running_first_half", load[0]),
                 ("running_second_half", load[1]),
             ),

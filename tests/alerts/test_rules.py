@@ -84,7 +84,7 @@ class TestMemoryOnlyGrows:
         (finding,) = self.rule.look(past, 2 * HOUR).findings
         figures = dict(finding.figures)
         assert (finding.signal, finding.labels, finding.t_ns) == (GPU, (("gpu", "0"),), 2 * HOUR)
-        assert figures["growth_bytes_per_second"] == pytest.approx(2 * MIB / 60, rel=0.1)
+        assert figures["growth_bytes_per_second"] == pytest.approx(2 * MIB / 60, rel=0.01)
         assert figures["window_seconds"] == 6900
         assert figures["running_second_half"] == 4
         assert finding.title == "GPU memory gpu 0 only grows"
