@@ -68,7 +68,7 @@ class InProcessTarget:
         self._looked_ns: int | None = None
         self._seen: Snapshot | None = None
         self._learnt: Reading | None = None
-        self._learnt_from: tuple[bool, int, str] | None = None
+        self._learnt_from: tuple[object, ...] | None = None
 
     def look(self) -> Snapshot | None:
         """The server as it is now; None while it is down. Within one moment of the clock it is looked at once."""
@@ -119,7 +119,8 @@ class InProcessTarget:
         conditions = self.server.conditions
         if snapshot is None or not snapshot.ready or conditions.metrics_delay_seconds:
             return self._scrape()
-        key = (conditions.metrics_renamed, snapshot.started_ns, self.server.spec.release)
+        # A family of HTTP answers is on the page from the first of its kind.
+        key = (conditions.metrics_renamed, snapshot.started_ns, self.server.spec.release, *snapshot.http)
         if self._learnt is None or key != self._learnt_from:
             told = self._scrape()
             if isinstance(told, ScrapeFailure):

@@ -289,6 +289,10 @@ class VllmDialect:
         done = ends.get(Finish.LENGTH, 0.0) + ends.get(Finish.STOP, 0.0) + ends.get(Finish.KV_FULL, 0.0)
         if _counts_aborts(spec):
             done += ends.get(Finish.CANCELLED, 0.0)
+        errors = ends.get(Finish.KV_FULL, 0.0)
+        if version_of(spec.release) < (0, 20):
+            # Without a reason "error", what is read is the HTTP answers.
+            errors = sum(count for (_, status), count in snapshot.http.items() if 500 <= status <= 599)
         return {
             "requests_running": float(snapshot.running),
             "requests_waiting": float(snapshot.waiting),
@@ -298,9 +302,7 @@ class VllmDialect:
             "prompt_tokens_cached_total": float(snapshot.cached_tokens),
             "generation_tokens_total": float(snapshot.generated_tokens),
             "requests_finished_total": float(done),
-            "request_errors_total": float(
-                sum(count for (_, status), count in snapshot.http.items() if 500 <= status <= 599)
-            ),
+            "request_errors_total": float(errors),
             "engine_progress_total": float(snapshot.steps),
         }
 

@@ -16,7 +16,7 @@ from serving.simulator.faults import FaultPlan, parse_fault
 from serving.simulator.inprocess import InProcessTarget
 from serving.simulator.launch import launch
 from serving.simulator.server import SimulatedServer
-from serving.simulator.spec import ServerSpec
+from serving.simulator.spec import Finish, ServerSpec
 from serving.simulator.traffic import Traffic
 from serving.smoke import smoke
 
@@ -54,6 +54,15 @@ def test_a_scrape_without_its_text_tells_what_the_page_tells(dialect, spec, capa
         fast = bench.target.read()
         assert isinstance(fast, Reading)
         assert fast == bench.page()
+
+
+@pytest.mark.parametrize(("dialect", "spec"), RELEASES, ids=lambda value: getattr(value, "release", ""))
+def test_it_tells_of_refusals_what_the_page_tells(dialect, spec):
+    bench = Bench(dialect, replace(spec, max_batch=1, queue_limit=1))
+    for second in (0, 1, 10, 60):
+        bench.now_ns = T0 + second * NS
+        assert bench.target.read() == bench.page()
+    assert bench.target.server.finished[Finish.REJECTED] > 20
 
 
 @pytest.mark.parametrize(("dialect", "spec"), SERVERS, ids=lambda value: getattr(value, "engine", ""))
