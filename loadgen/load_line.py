@@ -78,7 +78,8 @@ class StageObservation:
     """What one settled stage showed. Sample tuples hold one value per scrape in the measured window.
 
     `kv_full_errors` and `out_of_memory_errors` count failed requests whose message the engine's own table reads so;
-    `kv_tokens_needed` is what one more request of this workload asks of the KV cache at admission.
+    `kv_tokens_needed` is what one more request of this workload asks of the KV cache at admission, beside
+    `kv_tokens_reserved`, what the engine keeps free for the answers of those that run.
     """
 
     offered: int
@@ -94,8 +95,11 @@ class StageObservation:
     first_error: str | None = None
     kv_capacity_tokens: float | None = None
     kv_tokens_needed: float | None = None
+    kv_tokens_reserved: float = 0.0
     client_valid: bool = True
     server_died: bool = False
+    died_of_memory: bool = False
+    """With `server_died`: it had no memory left."""
     overfull: bool = False
     """Requests of a larger stage were still in flight: what ran and waited is not this stage's alone."""
     slo_met: bool | None = None
@@ -260,7 +264,7 @@ class LoadLineSearch:
     def _is_weak(self, seen: StageObservation) -> bool:
         if did_hold(seen)[0] or not seen.answered or _queues(seen):
             return False
-        slots = self.slots if self.slots is not None else self.limit
+        slots = self._slots_in_effect(seen)
         if slots is not None and seen.running_p50 is not None and seen.running_p50 >= slots:
             return False
         return not (
@@ -269,6 +273,12 @@ class LoadLineSearch:
             or seen.out_of_memory_errors
             or seen.failed_ratio > FAILURE_TOLERANCE_RATIO
         )
+
+    def _slots_in_effect(self, *more: StageObservation) -> int | None:
+        """The known number of slots, unless more than that ran at once: then it is not what the server goes by."""
+        slots = self.slots if self.slots is not None else self.limit
+        most = max((seen.running_p50 or 0.0 for seen in (*self.seen.values(), *more)), default=0.0)
+        return None if slots is None or most > slots else slots
 
     def next_stage(self) -> StageSpec | None:
         """The next stage to run, or None when the line is known (or cannot be)."""
@@ -368,9 +378,8 @@ class LoadLineSearch:
         low, high = self._bracket()
         measured = low or None
         slo = max((o for o, seen in self.seen.items() if did_hold(seen)[0] and seen.slo_met), default=None)
-        beyond = [o for o, seen in self.seen.items() if self.limit is not None and o > self.limit and did_hold(seen)[0]]
-        over_tested = self.limit is not None and any(o > self.limit for o in self.seen)
-        in_effect = (not beyond) if over_tested else None
+        beyond = [seen.running_p50 for offered, seen in self.seen.items() if self.limit and offered > self.limit]
+        in_effect = all(self.limit is None or (most or 0.0) <= self.limit for most in beyond) if beyond else None
         bound_by, evidence, next_step = self._explain(low, high)
         notes = []
         unstable = sorted(o for o, seen in self.seen.items() if o < low and not did_hold(seen)[0])
@@ -390,16 +399,26 @@ class LoadLineSearch:
             return (
                 BoundBy.UNKNOWN,
                 f"at {self.blind.offered} offered: {len(self.blind.running)} samples of running requests, twice",
-                "the server's metrics did not answer under load: look there first (llama.cpp: --threads-http)",
+                "its metrics did not answer under load, or hide what runs: look there (llama.cpp: --threads-http)",
             )
         if not self.seen:
             return BoundBy.UNKNOWN, "no stage was completed", "run again for longer"
         held = self.seen.get(low)
+        if (unmoved := self._unmoved()) is not None:
+            return BoundBy.UNKNOWN, unmoved, "look at the server's metrics page: its gauges say nothing of this load"
         if high is None:
             return self._explain_open(held)
         evidence = _evidence(self.seen[high], held)
         bound_by = self._binding(self.seen[high])
         return bound_by, evidence, self._advice(bound_by, low, self.seen[high], held)
+
+    def _unmoved(self) -> str | None:
+        """How it shows that the gauges stand still, or None: no sample saw a request, and yet many were answered."""
+        stages = self.seen.values()
+        answered = sum(seen.answered for seen in stages)
+        if len(stages) < 2 or not answered or any(any((*seen.running, *seen.waiting)) for seen in stages):
+            return None
+        return f"{answered} requests were answered while the server's gauges stood at 0 running and 0 waiting"
 
     def _explain_open(self, held: StageObservation | None) -> tuple[BoundBy, str, str]:
         """Everything that was tried held."""
@@ -418,7 +437,7 @@ class LoadLineSearch:
 
     def _binding(self, failing: StageObservation) -> BoundBy:
         """What bound at the smallest concurrency that did not hold, from the strongest evidence to the weakest."""
-        if failing.out_of_memory_errors:
+        if failing.out_of_memory_errors or (failing.server_died and failing.died_of_memory):
             return BoundBy.GPU_MEMORY
         if failing.kv_full_errors or failing.preemptions:
             return BoundBy.KV_CACHE
@@ -427,7 +446,7 @@ class LoadLineSearch:
         running, waiting = failing.running_p50, failing.waiting_mean
         if running is None or waiting is None:
             return BoundBy.UNKNOWN
-        slots = self.slots if self.slots is not None else self.limit
+        slots = self._slots_in_effect()
         if slots is not None and running >= slots:
             # All slots run and still not everything that was offered: the rest waits, also where the engine's counter
             # does not show it yet (llama.cpp takes a request in only between two decode calls).
@@ -485,13 +504,13 @@ def _kv_binds(seen: StageObservation) -> bool:
     if seen.kv_capacity_tokens is None or seen.kv_tokens_needed is None:
         return False
     free = (1 - median(seen.kv_cache_usage_ratio)) * seen.kv_capacity_tokens
-    return free < seen.kv_tokens_needed
+    return free < seen.kv_tokens_needed + seen.kv_tokens_reserved
 
 
 def _evidence(failing: StageObservation, held: StageObservation | None) -> str:
     parts = []
     if failing.server_died:
-        parts.append("the server died")
+        parts.append("the server died out of memory" if failing.died_of_memory else "the server died")
     running, waiting = failing.running_p50, failing.waiting_mean
     if running is not None:
         parts.append(f"{running:g} running")

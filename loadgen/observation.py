@@ -119,6 +119,8 @@ def view_stage(
     client_valid: bool,
     server_died: bool,
     overfull: bool,
+    died_of_memory: bool = False,
+    reserved_output_ratio: float = 0.0,
 ) -> StageView:
     """Reduce one stage.
 
@@ -132,6 +134,8 @@ def view_stage(
         client_valid: whether the load generator kept up.
         server_died: whether the server went away in this stage.
         overfull: whether requests of a larger stage were still in flight when the window began.
+        died_of_memory: whether that was for want of memory.
+        reserved_output_ratio: as of the engine's dialect.
     """
     t_from_ns, t_to_ns = window
     inside = [tick for tick in ticks if t_from_ns <= tick.t_ns and _t_end_ns(tick) <= t_to_ns]
@@ -158,11 +162,14 @@ def view_stage(
         outcomes=dict(ended.outcomes),
         kv_full_errors=ended.classes["kv_cache_full"],
         out_of_memory_errors=ended.classes["out_of_memory"],
-        first_error=ended.first_error,
+        # A server that dies before its stage has settled leaves nothing in the window.
+        first_error=ended.first_error or (tally.first_error if server_died else None),
         kv_capacity_tokens=capacity[-1] if capacity else None,
         kv_tokens_needed=median(tally.kv_tokens) if tally.kv_tokens else None,
+        kv_tokens_reserved=_reserved_tokens(running, tally.output_tokens, reserved_output_ratio),
         client_valid=client_valid,
         server_died=server_died,
+        died_of_memory=died_of_memory,
         overfull=overfull,
         slo_met=tally.slo_met(),
     )
@@ -181,6 +188,11 @@ def view_stage(
         book.output_rate(t_from_ns, t_to_ns),
         seconds,
     )
+
+
+def _reserved_tokens(running: Sequence[float], output_tokens: Sequence[float], ratio: float) -> float:
+    """What is kept free for the answers of those that run; on average each has half of its answer still to come."""
+    return ratio * median(running) * median(output_tokens) / 2 if ratio and running and output_tokens else 0.0
 
 
 def _t_end_ns(tick: TickLike) -> int:

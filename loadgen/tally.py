@@ -149,6 +149,7 @@ class StageTally:
         self.wasted_tokens = 0
         self.send_lag = array("d")
         self.kv_tokens = array("d")
+        self.output_tokens = array("d")
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._ttft = array("d")
@@ -172,6 +173,7 @@ class StageTally:
             self.wasted_tokens += record.completion_tokens or record.frames
         if record.prompt_tokens is not None:
             self.kv_tokens.append(record.prompt_tokens + (record.completion_tokens or 0))
+            self.output_tokens.append(record.completion_tokens or 0)
             self._prompt_tokens += record.prompt_tokens
             self._cached_tokens += record.cached_tokens or 0
         if not self._in_window(record):

@@ -22,6 +22,8 @@ KV_DRAIN_TOLERANCE_RATIO = 0.01
 SHORT_TOLERANCE_RATIO = 0.1
 """With more answers than this cut short, the KV cache never held what the workload means."""
 CACHE_HIT_TOLERANCE_RATIO = 0.02
+UNFINISHED_TOLERANCE_RATIO = 0.01
+"""Requests that do not end although they are given three times the longest: one in a hundred is an incident."""
 
 
 def check(evidence: Evidence, line: LoadLine) -> list[Check]:
@@ -40,9 +42,13 @@ def check(evidence: Evidence, line: LoadLine) -> list[Check]:
     deaths = 0 if evidence.ending.server_died is None else 1
     checks.append(compare("server_survived", deaths, "==", 0, "deaths", samples=1))
     memory_errors = sum(stage.ended.classes["out_of_memory"] for stage in evidence.stages)
+    memory_errors += evidence.ending.out_of_memory is not None
     checks.append(compare("memory_suffices", memory_errors, "==", 0, "out-of-memory errors", samples=1))
     if evidence.ending.early:
         return checks
+    issued = evidence.outcomes.total()
+    unended = evidence.outcomes[Outcome.UNFINISHED] / issued if issued else None
+    checks.append(compare("requests_end", unended, "<=", UNFINISHED_TOLERANCE_RATIO, "of requests cut", samples=issued))
     idle = evidence.drain
     left = None if idle.running is None or idle.waiting is None else idle.running + idle.waiting
     checks.append(compare("queue_drains", left, "==", 0, "requests", samples=1))
@@ -65,7 +71,8 @@ def rule(evidence: Evidence, line: LoadLine, checks: list[Check]) -> Verdict:
     if ending.driver_died:
         return Verdict(Ruling.INCONCLUSIVE, ending.driver_died)
     if ending.server_died:
-        return Verdict(Ruling.FAIL, f"the server died under load: {ending.server_died}")
+        why = f"; {ending.out_of_memory}" if ending.out_of_memory else ""
+        return Verdict(Ruling.FAIL, f"the server died under load: {ending.server_died}{why}")
     if ending.interrupted:
         return Verdict(Ruling.INCONCLUSIVE, "interrupted: a partial result")
     swap = evidence.swap_growth_bytes()

@@ -13,7 +13,7 @@ from loadgen.workloads import Workload
 from monitor.http import BaseUrl
 from monitor.sampler import Tick
 from serving.clock import NS
-from serving.engines import TargetFacts
+from serving.engines import ENGINES, TargetFacts
 from serving.records import GOOD, Outcome, RequestRecord
 from serving.stream import Api
 
@@ -25,6 +25,8 @@ SEND_LAG_ALLOWANCE = 3
 """So many late requests are an incident, however few there were in all; beyond that it is one in a hundred."""
 CPU_LIMIT_RATIO = 0.9
 SILENCE_LIMIT_SECONDS = 5.0
+GPU_FULL_RATIO = 0.98
+"""A card with less than the rest of this free is full: engines that plan a card leave more."""
 STANDSTILL_SECONDS = 2.0
 
 
@@ -88,6 +90,8 @@ class Ending:
 
     interrupted: bool = False
     server_died: str | None = None
+    out_of_memory: str | None = None
+    """What shows that a server that died had no memory left."""
     driver_died: str | None = None
     record_error: str | None = None
 
@@ -174,6 +178,7 @@ class Evidence:
     def see(self, stage: StageRun) -> StageView:
         """Reduce one stage to what the search needs, and keep it."""
         stage.client_problem = stage.client_problem or self._client_problem_in(stage)
+        ending, dialect = self.ending, ENGINES[self.prepared.facts.engine].dialect
         stage.view = view_stage(
             stage.spec.offered,
             self.ticks,
@@ -182,8 +187,10 @@ class Evidence:
             self.book,
             stage.ended,
             client_valid=stage.client_problem is None,
-            server_died=self.ending.server_died is not None and stage is self.stages[-1],
+            server_died=ending.server_died is not None and stage is self.stages[-1],
             overfull=stage.overfull,
+            died_of_memory=ending.out_of_memory is not None,
+            reserved_output_ratio=dialect.reserved_output_ratio,
         )
         return stage.view
 
@@ -256,6 +263,15 @@ class Evidence:
         name = "kv_cache_usage_ratio"
         values = [t.values[name] for t in self.ticks if t.t_ns <= self.t_traffic_ns and name in t.values]
         return min(values, default=None)
+
+    def full_gpu(self) -> str | None:
+        """A GPU that had no memory left when the server was last seen alive, in words, or None."""
+        seen = next((tick.gpus for tick in reversed(self.ticks) if tick.up and tick.gpus), {})
+        for name, gpu in sorted(seen.items()):
+            used, total = gpu.get("gpu_memory_used_bytes"), gpu.get("gpu_memory_total_bytes")
+            if used is not None and total and used >= GPU_FULL_RATIO * total:
+                return f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB of {name} were in use just before"
+        return None
 
     def swap_growth_bytes(self) -> float | None:
         """How far swap rose above its first reading: the server's where its processes are known, else the host's."""

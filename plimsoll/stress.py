@@ -34,14 +34,14 @@ from loadgen.tally import StageTally
 from loadgen.workloads import WORKLOADS, find_workload
 from monitor.gpu import gpu_reader
 from monitor.history import SqliteHistory
-from monitor.http import converse, open_session, parse_url
+from monitor.http import API_KEY_VARIABLE, converse, open_session, parse_url
 from monitor.process import ServerProcesses, process_exists
 from monitor.sampler import Sampler, Tick, target_reader
 from plimsoll.conclusion import document, interrupted_document
 from plimsoll.evidence import Drain, Evidence, Prepared, StageRun
 from plimsoll.report import clean, render_stress
 from serving.clock import NS, SystemClock
-from serving.engines import ENGINES, TargetFacts, probe, startup_facts
+from serving.engines import ENGINES, Complaint, ScrapeFailure, TargetFacts, probe, scrape, startup_facts
 from serving.errors import ConfigError, TargetError
 from serving.records import Event, RequestRecord, Stage
 from serving.settings import Settings, read_settings
@@ -57,6 +57,8 @@ EXAMPLES = """examples:
 An API key is read from PLIMSOLL_API_KEY and kept out of every file. Ctrl-C ends the run early with a partial result."""
 
 LOG_HEAD_BYTES = 64 * 2**20
+LOG_TAIL_BYTES = 4 * 2**20
+GAUGE_TRIES = 3
 DRIVER_LIMIT_SECONDS = 20.0
 REFUSED_TICKS = 3
 """Scrapes refused in a row after which the server is taken to be dead."""
@@ -205,6 +207,8 @@ class _StressRun:
         self.pacer: StagePacer | None = None
         self.in_flight = 0
         self.interrupted = False
+        self.log_bytes = 0
+        """Length of the server's log when the run began."""
         self.evidence: Evidence
         self.history: SqliteHistory
         self.link: DriverLink
@@ -244,6 +248,7 @@ class _StressRun:
         _require_writable(self.path)
         settings = None if options.settings is None else read_settings(_regular(options.settings, "--settings"))
         log = None if options.log is None else _read_head(_regular(options.log, "--log"))
+        self.log_bytes = 0 if options.log is None else options.log.stat().st_size
         await gpu_reader(options.gpu).close()
         if options.pid is not None and not process_exists(options.pid):
             raise ConfigError(f"--pid {options.pid}: there is no such process on this host; leave it out to find it")
@@ -261,6 +266,7 @@ class _StressRun:
         if not answer.generated:
             raise TargetError(f"{base.text} answers but does not generate: {answer.reason}")
         calibration = await converse(session, base.text, calibrate(facts.model, answer.api, facts.context_tokens))
+        await self._require_gauges(session, base.text, facts)
         self._say(
             f"{base.text}: {facts.engine}, model {facts.model}, context {facts.context_tokens or 'unknown'} tokens; "
             + (f"batch limit {limit} ({source})" if limit else f"{source}: searching upwards by doubling")
@@ -272,6 +278,29 @@ class _StressRun:
             f"seed {options.seed}"
         )
         return Prepared(base, facts, answer.api, calibration, workload, limit, source)
+
+    async def _require_gauges(self, session: aiohttp.ClientSession, where: str, facts: TargetFacts) -> None:
+        """Refuse a server whose metrics do not say what runs and what waits: it would be a long run that shows nothing.
+
+        Asked after the first answers: some engines make a gauge only when it has a value.
+        """
+        engine = ENGINES[facts.engine]
+        said = ""
+        for attempt in range(GAUGE_TRIES):
+            await self.clock.sleep(attempt and 1.0)
+            seen = await converse(session, where, scrape(engine))
+            if isinstance(seen, ScrapeFailure):
+                said = seen.detail
+                continue
+            missing = [name for name in ("requests_running", "requests_waiting") if name not in seen.values]
+            if not missing:
+                return
+            names = ", ".join(source.text for name in missing for source in engine.sources[name])
+            said = (
+                f"its metrics page lacks {' and '.join(missing)} ({names}); this Plimsoll may be older than release "
+                f"{facts.version or 'it runs'} of {facts.engine}: look at the page for what they are called now"
+            )
+        raise TargetError(f"{where} answers, but no load line can be seen: {said}")
 
     def _learn_from_files(self, facts: TargetFacts, settings: Settings | None, log: str | None) -> TargetFacts:
         """What the start-up log and the settings file say that HTTP does not."""
@@ -598,15 +627,39 @@ class _StressRun:
 
     # ---- after traffic
 
+    def _last_words(self) -> str | None:
+        """The line of the server's log that says that it ran out of memory during the run, or None."""
+        log = self.options.log
+        if log is None:
+            return None
+        try:
+            text = _read_since(log, self.log_bytes)
+        except OSError:  # it was there when the run began; without it the log simply says nothing
+            return None
+        engine = ENGINES[self.evidence.prepared.facts.engine]
+        said = next((line for line in text.splitlines() if engine.complaint(line) is Complaint.OUT_OF_MEMORY), None)
+        if said is None:
+            return None
+        key = os.environ.get(API_KEY_VARIABLE, "").strip()
+        return f"its log says: {clean(said.replace(key, '***') if key else said)[-200:]}"
+
     def _conclude(self, search: LoadLineSearch) -> dict[str, Any]:
         evidence = self.evidence
-        # Requests that ended after their stage did are in only now, so every stage is looked at again; whether the
-        # client kept up and the server lived was for its own time to say.
+        if evidence.ending.server_died:
+            evidence.ending.out_of_memory = self._last_words() or evidence.full_gpu()
+        # Requests that ended after their stage did are in only now, so every stage is looked at again; what its samples
+        # showed, and whether the client kept up and the server lived, was for its own time to say.
         for stage in evidence.stages:
             if stage.counted and stage.view is not None:
-                died = stage.view.observation.server_died
-                view = evidence.see(stage)
-                stage.view = replace(view, observation=replace(view.observation, server_died=died))
+                before, view = stage.view, evidence.see(stage)
+                died = before.observation.server_died
+                observation = replace(
+                    view.observation,
+                    server_died=died,
+                    running=before.observation.running,
+                    waiting=before.observation.waiting,
+                )
+                stage.view = replace(view, observation=observation, running=before.running, waiting=before.waiting)
                 if stage.complete or died:
                     search.amend(stage.view.observation)
         now_ns = self.clock.now_ns()
@@ -714,6 +767,14 @@ def _read_head(path: Path) -> str:
             return log.read(LOG_HEAD_BYTES).decode("utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"--log {path}: {error.strerror}") from None
+
+
+def _read_since(path: Path, offset: int) -> str:
+    """What was written to a log since it had that length, at most its last part; all of a new one in its place."""
+    with path.open("rb") as log:
+        size = log.seek(0, os.SEEK_END)
+        log.seek(max(offset if size >= offset else 0, size - LOG_TAIL_BYTES))
+        return log.read(LOG_TAIL_BYTES).decode("utf-8", "replace")
 
 
 def _plain(value: Any) -> Any:

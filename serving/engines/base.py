@@ -177,6 +177,8 @@ class Dialect:
         server_header: `Server` header that identifies it, or None.
         owned_by: `owned_by` of its models, which identifies it where metrics are off.
         supports_ignore_eos: whether `ignore_eos` in a request makes it generate all tokens asked for.
+        reserved_output_ratio: share of the tokens still to come that it keeps free in the KV cache for each running
+            request before it admits another; 0 admits by what is in use.
         replica_labels: labels whose series repeat one another (tensor-parallel ranks): the largest counts, not the sum.
         start_mark_header: header of the metrics page that differs after a restart, or None.
         complaints: patterns of error messages, first match wins.
@@ -202,6 +204,7 @@ class Dialect:
     read_limits: Callable[[Mapping[str, Any], Mapping[str, Any], Reading | None], Limits]
     read_log: Callable[[str], dict[str, int]]
     log_tells_max_running: bool
+    reserved_output_ratio: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,5 +167,7 @@ SGLANG = Engine(
         read_limits=_read_limits,
         read_log=_read_log,
         log_tells_max_running=True,
+        # Its estimate begins there (SGLANG_INIT_NEW_TOKEN_RATIO) and falls while nothing has to be retracted.
+        reserved_output_ratio=0.7,
     ),
 )

@@ -52,6 +52,15 @@ def test_a_limit_that_is_not_in_effect_is_said_to_be_so():
     assert "not in effect" in line.next_step
 
 
+def test_a_limit_that_more_ran_than_is_not_in_effect_also_where_nothing_past_it_held():
+    def server(n):
+        return observe(n, runs=n if n <= 8 else n - 1, waiting=0.0)
+
+    tried, line = run(LoadLineSearch(8), server)
+    assert tried == [2, 4, 6, 8, 10, 10, 9, 9], "weak stages are repeated: eight slots cannot be what held them up"
+    assert (line.measured, line.bound_by, line.limit_in_effect) == (8, BoundBy.UNKNOWN, False)
+
+
 def test_a_small_kv_cache_binds_below_the_limit():
     tried, line = run(LoadLineSearch(48), lambda n: observe(n, runs=40, kv_each=0.0247, preempts=True))
     assert line.measured == 40
@@ -160,6 +169,20 @@ def test_what_is_free_must_hold_one_more_request_or_the_kv_cache_binds():
     assert (tight.bound_by, loose.bound_by) == (BoundBy.KV_CACHE, BoundBy.TOKEN_BUDGET)
 
 
+def test_what_is_kept_free_for_running_answers_is_not_free():
+    room = {"kv_capacity_tokens": 1000.0, "kv_each": 0.06, "kv_tokens_needed": 200.0}
+    search = LoadLineSearch(48, slots=48)
+    _, line = run(search, lambda n: observe(n, runs=12, kv_tokens_reserved=100.0, **room))
+    assert (line.measured, line.bound_by) == (12, BoundBy.KV_CACHE)
+
+
+def test_gauges_that_stand_at_0_while_requests_are_answered_say_nothing():
+    _, line = run(LoadLineSearch(8), lambda n: observe(n, runs=0, waiting=0.0))
+    assert (line.measured, line.bound_by) == (None, BoundBy.UNKNOWN)
+    assert line.evidence == "300 requests were answered while the server's gauges stood at 0 running and 0 waiting"
+    assert "metrics page" in line.next_step
+
+
 @pytest.mark.parametrize(
     ("kv_each", "tokens", "advice"),
     [
@@ -241,6 +264,16 @@ def test_a_server_that_dies_ends_the_search_with_what_is_known():
     assert tried == [2, 4, 6]
     assert (line.measured, line.bound_by) == (4, BoundBy.ERRORS)
     assert "the server died" in line.evidence
+
+
+def test_a_server_that_dies_for_want_of_memory_is_bound_by_it():
+    def server(n):
+        return observe(n, runs=8, server_died=n >= 6, died_of_memory=True)
+
+    _, line = run(LoadLineSearch(8), server)
+    assert (line.measured, line.bound_by) == (4, BoundBy.GPU_MEMORY)
+    assert "the server died out of memory" in line.evidence
+    assert "memory share" in line.next_step
 
 
 def test_a_client_that_falls_behind_names_itself():

@@ -236,3 +236,23 @@ def test_a_scrape_that_reaches_into_the_next_stage_is_no_sample_of_this_one():
     slow = tick(19, requests_running=9, requests_waiting=0, scrape_duration_seconds=1.5)
     quick = tick(18, requests_running=4, requests_waiting=0, scrape_duration_seconds=0.5)
     assert view([quick, slow]).running.max == 4
+
+
+def test_a_death_is_explained_by_what_its_stage_issued_where_nothing_ended_in_its_window():
+    one = record(Outcome.STREAM_ERROR, second=21, error="the engine is dead")
+    told = []
+    for died in (False, True):
+        tally = StageTally(SloLimits())
+        tally.add(one)
+        flags = {"client_valid": True, "server_died": died, "overfull": False}
+        told.append(view_stage(4, [], WINDOW, tally, TokenBook(), ledger(), **flags).observation.first_error)
+    assert told == [None, "the engine is dead"]
+
+
+@pytest.mark.parametrize(("ratio", "reserved"), [(0.0, 0.0), (0.7, 0.7 * 4 * 20 / 2)])
+def test_an_engine_that_reserves_keeps_half_of_each_running_answer_free_on_average(ratio, reserved):
+    ticks = [tick(second, requests_running=4.0) for second in (11, 12, 13)]
+    records = [record(tokens=tokens) for tokens in (10, 20, 30)]
+    assert view(ticks, records=records, reserved_output_ratio=ratio).observation.kv_tokens_reserved == reserved
+    assert view(ticks, reserved_output_ratio=ratio).observation.kv_tokens_reserved == 0
+    assert view(records=records, reserved_output_ratio=ratio).observation.kv_tokens_reserved == 0

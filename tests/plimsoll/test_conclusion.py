@@ -432,6 +432,7 @@ def test_the_checks_of_a_passed_run_and_what_they_compare():
         ("limit_in_effect", Ruling.PASS, 8, "<=", 8, 120),
         ("server_survived", Ruling.PASS, 0, "==", 0, 1),
         ("memory_suffices", Ruling.PASS, 0, "==", 0, 1),
+        ("requests_end", Ruling.PASS, 0, "<=", 0.01, 240),
         ("queue_drains", Ruling.PASS, 0, "==", 0, 1),
         ("kv_cache_drains", Ruling.PASS, 0, "<=", 0.01, 1),
     ]
@@ -450,11 +451,12 @@ def test_a_run_that_ended_early_is_not_asked_how_it_drained(what):
 
 def test_what_was_not_configured_not_tested_or_not_told_is_not_checked():
     evidence, line = modelled_run(limit=None)
-    assert list(checked(evidence, line)) == ["server_survived", "memory_suffices", "queue_drains", "kv_cache_drains"]
+    drained = ["requests_end", "queue_drains"]
+    assert list(checked(evidence, line)) == ["server_survived", "memory_suffices", *drained, "kv_cache_drains"]
     evidence, line = modelled_run()
     assert "limit_in_effect" not in checked(evidence, dataclasses.replace(line, limit_in_effect=None))
     evidence.drain.kv_cache_usage_ratio = None
-    assert list(checked(evidence, line)) == [*UNDER_LOAD, "queue_drains"]
+    assert list(checked(evidence, line)) == [*UNDER_LOAD, *drained]
 
 
 def test_a_line_that_was_looked_for_and_not_found_is_none_and_one_never_looked_for_is_unknown():
@@ -505,6 +507,21 @@ def test_swap_may_grow_by_sixteen_mebibytes(swap, ruling):
     else:
         evidence.ticks[-1] = tick(9000, swap=swap)
     assert ruled(evidence, line).ruling is ruling
+
+
+@pytest.mark.parametrize(("cut", "ruling"), [(10, Ruling.PASS), (11, Ruling.FAIL)])
+def test_one_request_in_a_hundred_may_have_to_be_cut(cut, ruling):
+    evidence, line = modelled_run()
+    evidence.outcomes.clear()
+    evidence.outcomes.update({Outcome.OK: 1000 - cut, Outcome.UNFINISHED: cut})
+    assert ruled(evidence, line).ruling is ruling
+
+
+def test_a_server_that_died_out_of_memory_lacks_memory():
+    evidence, line = modelled_run()
+    evidence.ending.server_died, evidence.ending.out_of_memory = "refused", "its log says: CUDA out of memory"
+    assert checked(evidence, line)["memory_suffices"].value == 1
+    assert ruled(evidence, line).reason == "the server died under load: refused; its log says: CUDA out of memory"
 
 
 @pytest.mark.parametrize(("short", "ruling"), [(10, Ruling.PASS), (11, Ruling.INCONCLUSIVE)])

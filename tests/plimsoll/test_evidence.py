@@ -274,6 +274,36 @@ def test_lateness_of_the_client_is_kept_of_counted_stages_only():
     assert run.arrival_sources == {"kernel", "read"}
 
 
+@pytest.mark.parametrize(
+    ("cards", "words"),
+    [
+        ([], None),
+        ([{}], None),
+        ([{"gpu_memory_used_bytes": 9 * 2**30}], None),
+        ([{"gpu_memory_used_bytes": 97 * 2**30, "gpu_memory_total_bytes": 100 * 2**30}], None),
+        (
+            [
+                {"gpu_memory_used_bytes": 5 * 2**30, "gpu_memory_total_bytes": 100 * 2**30},
+                {"gpu_memory_used_bytes": 98 * 2**30, "gpu_memory_total_bytes": 100 * 2**30},
+            ],
+            "98.0 of 100.0 GiB of GPU-1 were in use just before",
+        ),
+    ],
+)
+def test_a_card_is_full_by_what_it_showed_when_the_server_was_last_up(cards, words):
+    gpus = {f"GPU-{number}": card for number, card in enumerate(cards)}
+    empty = {"GPU-0": {"gpu_memory_used_bytes": 0.0, "gpu_memory_total_bytes": 1.0}}
+    seen = [Tick(1, True, {}, gpus=empty), Tick(2, True, {}, gpus=gpus), Tick(3, False, {}, gpus=empty, failure="x")]
+    assert evidence(ticks=seen).full_gpu() == words
+
+
+def test_a_death_for_want_of_memory_is_told_to_the_stage():
+    run = evidence(stage())
+    run.ending.server_died, run.ending.out_of_memory = "gone", "its log says so"
+    seen = run.see(run.stages[0]).observation
+    assert (seen.server_died, seen.died_of_memory) == (True, True)
+
+
 def test_a_dead_server_died_in_the_last_stage():
     run = evidence(stage(), stage("8"))
     died = [[run.see(one).observation.server_died for one in run.stages] for run.ending.server_died in (None, "gone")]
