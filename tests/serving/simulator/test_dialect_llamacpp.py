@@ -841,16 +841,12 @@ def test_every_stream_is_read_as_what_it_is(release, api, include_usage):
     assert result.cached_tokens == (2 if counted and release != OLD else None)
     assert (result.server_prompt_seconds, result.server_decode_seconds) == (0.25, 1.5)
     failed = decode(api, begun + stream().ending(Finish.KV_FULL, usage))
-    if release == OLD:
-        # Its error events are named so that readers of `data:` miss them.
-        assert (failed.outcome, failed.error) == (Outcome.TRUNCATED, "the stream ended without a finish reason")
-    else:
-        assert failed.outcome is Outcome.STREAM_ERROR
-        assert ENGINE.complaint(failed.error) is Complaint.KV_CACHE_FULL
+    assert failed.outcome is Outcome.STREAM_ERROR
+    assert ENGINE.complaint(failed.error) is Complaint.KV_CACHE_FULL
     for broken in (Finish.CANCELLED, Finish.DIED, Finish.REJECTED):
         assert stream().ending(broken, usage) == b""
     other = decode(api, begun + stream().error(Trouble.INTERNAL, "gone"))
-    assert release == OLD or other.error == "gone"
+    assert other.error == "gone"
 
 
 def test_reasoning_is_in_a_field_of_its_own():
