@@ -240,6 +240,9 @@ def cancel(state: State, flight: Flight) -> None:
             flight.gone = True
         else:
             _leave(state, flight)
+    elif state.computing is not None and flight in state.computing.failed:
+        # Its failure was about to be told to it.
+        flight.gone = True
 
 
 def fail_all(state: State) -> tuple[Flight, ...]:
@@ -334,7 +337,7 @@ def complete(state: State) -> Step:
     block_tokens = state.spec.block_tokens
     publishes = state.spec.prefix_cache
     emitted: list[int] = []
-    finished: list[tuple[int, Finish]] = [(flight.id, Finish.KV_FULL) for flight in scheduled.failed]
+    finished = [(flight.id, Finish.KV_FULL) for flight in scheduled.failed if not flight.gone]
     for flight, todo in scheduled.parts:
         flight.computed += todo
         if publishes and todo > 1 and flight.prefix:

@@ -526,9 +526,9 @@ class SimulatedServer:
         queue = histograms.get("request_queue_seconds")
         if queue is not None and step.admitted:
             for request_id in step.admitted:
-                flight = flights[request_id]
-                if not flight.preemptions:
-                    queue.observe(max(0, step.t_ns - flight.t_received_ns) / NS)
+                admitted = flights.get(request_id)  # gone when its client left during the step
+                if admitted is not None and not admitted.preemptions:
+                    queue.observe(max(0, step.t_ns - admitted.t_received_ns) / NS)
         first = histograms.get("time_to_first_token_seconds")
         between = histograms.get("inter_token_latency_seconds")
         emitted = len(step.emitted)

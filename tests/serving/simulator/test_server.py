@@ -12,7 +12,7 @@ from serving.clock import NS
 from serving.simulator.dialects.base import Trouble
 from serving.simulator.faults import FaultPlan, parse_fault
 from serving.simulator.server import HistogramCounter, SimulatedServer
-from serving.simulator.spec import Arrival, Finish, MemoryPlan, Policy, ServerSpec, Work
+from serving.simulator.spec import Arrival, Finish, MemoryPlan, OnFull, Policy, ServerSpec, Work
 from serving.simulator.traffic import Traffic
 from serving.simulator.truth import TruthWriter, read_truth
 
@@ -66,6 +66,42 @@ def test_the_same_seed_gives_the_same_truth_byte_for_byte(seed, faults):
     first = serve(*faults, seconds=40, traffic=traffic, seed=seed)[1]
     assert first == serve(*faults, seconds=40, traffic=traffic, seed=seed)[1]
     assert report(first).problems == {}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 400), st.integers(1, 60), st.integers(0, 30), st.booleans()), min_size=1, max_size=12
+    ),
+    st.sampled_from([Policy(), Policy(on_full=OnFull.FAIL, counts_at_finish=True), Policy(prefill_first=True)]),
+    st.sampled_from(["zombie=0", "zombie=50%"]),
+)
+def test_clients_may_go_away_at_any_moment(plan, policy, fault):
+    """Each request ends once, blocks come back, and the truth does not contradict itself."""
+    stream = io.StringIO()
+    # So small a pool that requests are thrown out or fail.
+    spec = replace(SPEC, kv_blocks=32, context_tokens=460, max_batch=4, policy=policy)
+    server = SimulatedServer(
+        spec, t_ns=T0, edges=EDGES, plan=FaultPlan([parse_fault(fault)]), truth=TruthWriter(stream)
+    )
+    for number, (prompt, output, _, _) in enumerate(plan):
+        server.arrive(Arrival(number, T0, prompt, output))
+    for turn in range(5000):
+        begun = server.begin(server.t_ns)
+        if begun is None:
+            break
+        during_ns = (begun.t_ns + begun.t_end_ns) // 2
+        for number, (_, _, leaves_at, during) in enumerate(plan):
+            if during and leaves_at == turn:
+                server.cancel(number, during_ns)
+        server.complete()
+        for number, (_, _, leaves_at, during) in enumerate(plan):
+            if not during and leaves_at == turn:
+                server.cancel(number, server.t_ns)
+    assert server.state.inside == server.state.pool.used == 0
+    truth = report(stream.getvalue())
+    assert truth.problems == {}
+    assert sum(truth.ended.values()) == truth.received == sum(server.finished.values())
 
 
 def test_counters_and_truth_agree():
