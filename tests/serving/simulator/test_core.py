@@ -327,3 +327,16 @@ def test_only_decoding_is_slowed_by_a_decode_factor():
 def test_completing_what_was_not_begun_is_refused():
     with pytest.raises(ValueError, match="call begin first"):
         complete(State.fresh(SPEC, 0))
+
+
+def test_a_request_cancelled_while_its_failure_is_on_its_way_is_not_failed_too():
+    spec = replace(SPEC, kv_blocks=64, block_tokens=1, policy=Policy(on_full=OnFull.FAIL))
+    state = State.fresh(spec, 0)
+    flights = [enqueue(state, Arrival(index, 0, 30, 100)) for index in range(2)]
+    scheduled = begin(state)
+    while scheduled is not None and not scheduled.failed:
+        complete(state)
+        scheduled = begin(state)
+    cancel(state, flights[0])
+    assert complete(state).finished == ((1, Finish.KV_FULL),)
+    assert state.inside == state.pool.used == 0
