@@ -247,7 +247,9 @@ def cancel(state: State, flight: Flight) -> None:
 
 def fail_all(state: State) -> tuple[Flight, ...]:
     """Everything that runs or waits is lost, as when the server dies; returns it in order."""
-    lost = (*state.running, *state.waiting)
+    failed = state.computing.failed if state.computing is not None else ()
+    # Those that were cancelled while the step computed have left already.
+    lost = tuple(flight for flight in (*failed, *state.running, *state.waiting) if not flight.gone)
     for flight in state.running:
         state.pool.release(flight.private, flight.shared)
     state.running.clear()
@@ -293,7 +295,7 @@ def begin(
         return None
     prefill = context = decoding = decode_context = 0
     for flight, todo in parts:
-        if todo == 1 and flight.generated:
+        if todo == 1 and flight.generated and flight.computed + 1 == flight.prompt_tokens + flight.generated:
             decoding += 1
             decode_context += flight.computed + 1
         else:
@@ -339,10 +341,13 @@ def complete(state: State) -> Step:
     emitted: list[int] = []
     finished = [(flight.id, Finish.KV_FULL) for flight in scheduled.failed if not flight.gone]
     for flight, todo in scheduled.parts:
-        flight.computed += todo
-        if publishes and todo > 1 and flight.prefix:
+        if publishes and flight.prefix and flight.computed < flight.prompt_tokens:
+            flight.computed += todo
             _publish(state.pool, flight, block_tokens)
-        if flight.gone:
+        else:
+            flight.computed += todo
+        # What is stuck and was thrown out is recomputed, and stays stuck.
+        if flight.gone or (flight.stuck_at is not None and flight.is_stuck):
             continue
         if flight.computed == flight.prompt_tokens + flight.generated:
             flight.generated += 1

@@ -340,3 +340,40 @@ def test_a_request_cancelled_while_its_failure_is_on_its_way_is_not_failed_too()
     cancel(state, flights[0])
     assert complete(state).finished == ((1, Finish.KV_FULL),)
     assert state.inside == state.pool.used == 0
+
+
+def test_what_is_stuck_stays_stuck_when_it_is_thrown_out_and_recomputed():
+    spec = replace(SPEC, kv_blocks=16, prefix_cache=False)
+    state = State.fresh(spec, 0)
+    enqueue(state, Arrival(0, 0, 16, 200))
+    stuck = enqueue(state, Arrival(1, 0, 48, 20), stuck_at=5)
+    run(state, 190)
+    assert stuck.preemptions > 0
+    assert stuck.generated == 5
+    steps = run(state)
+    assert [ended for step in steps for ended in step.finished] == [(0, Finish.LENGTH)]
+    assert stuck.generated == 5
+    assert stuck.computed == 53
+
+
+def test_prompts_that_are_processed_a_token_at_a_time_can_be_found_again():
+    state = State.fresh(replace(SPEC, token_budget=1), 0)
+    prefix = prefix_of("a", 100, 16)
+    enqueue(state, Arrival(0, 0, 100, 1, prefix))
+    run(state)
+    second = enqueue(state, Arrival(1, state.t_ns, 100, 1, prefix))
+    run(state)
+    assert second.cached_tokens == 96
+
+
+def test_recomputing_a_token_at_a_time_is_no_decoding():
+    state = State.fresh(replace(SPEC, kv_blocks=16, prefix_cache=False), 0)
+    enqueue(state, Arrival(0, 0, 16, 200))
+    other = enqueue(state, Arrival(1, 0, 48, 100))
+    while not other.preemptions:
+        run(state, 1)
+    cancel(state, state.running[0])
+    state.spec = replace(state.spec, token_budget=1)
+    scheduled = begin(state)
+    assert scheduled is not None
+    assert (scheduled.work.prefill_tokens, scheduled.work.decode_sequences) == (1, 0)
