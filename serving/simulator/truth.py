@@ -14,7 +14,8 @@ The file has one JSON object on each line. Times are virtual nanoseconds, and ev
 A `start` line is written for each start of the server, and the first line of the file is one. `received` comes before
 anything else of its request, and each received request ends once: by `rejected`, by `ended`, or in the `finished` of a
 step. Admissions and preemptions of a step are at its T, tokens and ends at its T_END; a step is written when it ends,
-so lines may lag by one step. A leak line says what has been lost so far, by any names.
+so lines may lag by one step. A leak line says what has been lost so far, by any names. A `zombie` event says
+with `output_tokens` how many its request is now planned to have, where that is another number.
 
 `python -m serving.simulator.truth FILE` reads such a file as it streams by. It knows nothing of the simulator: requests
 are followed by their ids alone, and the figures that a step states of itself are only checked against that.
@@ -51,7 +52,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from serving.errors import PlimsollError, RecordError
+from serving.errors import ConfigError, PlimsollError, RecordError
 from serving.simulator.spec import Arrival, Finish, ServerSpec, Step
 
 __all__ = ["SCHEMA", "LeakRate", "Level", "Slope", "Spread", "TruthReport", "TruthWriter", "main", "read_truth"]
@@ -61,6 +62,8 @@ REPORT_SCHEMA = "plimsoll.truth_report/1"
 
 _NS = 1_000_000_000
 _HOUR_NS = 3600 * _NS
+_MOST_NS = 2**62
+"""Every time and figure is below this, so that differences fit 64 bits."""
 WAITING_TOLERANCE = 0.5
 MIN_HOLD_SECONDS = 1.0
 DIP_SECONDS = 0.25
@@ -316,6 +319,10 @@ class TruthReport:
         return {"schema": REPORT_SCHEMA, "restarts": self.restarts, **asdict(self)}
 
 
+_UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a line of something else ends in."""
+
+
 def read_truth(
     lines: Iterable[str],
     *,
@@ -333,7 +340,11 @@ def read_truth(
 
     Raises:
         RecordError: not a truth file, or a line before the last that cannot be read.
+        ConfigError: a length of time that is not one.
     """
+    for what, seconds in (("min_hold_seconds", min_hold_seconds), ("dip_seconds", dip_seconds)):
+        if not 0 <= seconds <= _MOST_NS / _NS:
+            raise ConfigError(f"{what} is {seconds:g}; it must be a number of seconds, 0 or more")
     reader = _Reader(round(dip_seconds * _NS))
     number = 0
     cut = False
@@ -343,7 +354,7 @@ def read_truth(
             if number == 1 and record.get("schema") != SCHEMA:
                 raise RecordError(f"{name}: not a truth file of {SCHEMA}")
             reader.take(record)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except _UNREADABLE as error:
             if number > 1 and isinstance(error, ValueError) and not line.endswith("\n"):
                 cut = True
                 break
@@ -384,6 +395,15 @@ class _Piece:
     preemptions: int
     lost: int = 0
     tokens: int = 0
+
+
+@dataclass(slots=True)
+class _StepLine:
+    figures: list[int]
+    admitted: list[int]
+    preempted: list[int]
+    emitted: list[int]
+    finished: list[tuple[int, str]]
 
 
 @dataclass(slots=True)
@@ -480,9 +500,25 @@ class _Trend:
     def slope(self) -> Slope:
         run = self.last[0] - self.first[0]
         return Slope(
-            self.sxy / self.sxx if self.sxx > 0 else None,
-            (self.last[1] - self.first[1]) / run if run else None,
+            _finite(self.sxy / self.sxx) if self.sxx > 0 else None,
+            _finite((self.last[1] - self.first[1]) / run) if run else None,
         )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _figure(value: Any) -> int:
+    """A time or a count as written.
+
+    Raises:
+        ValueError: not one that there can be.
+    """
+    figure = int(value)
+    if not -_MOST_NS < figure < _MOST_NS:
+        raise ValueError("out of range")
+    return figure
 
 
 _STEP_END, _LINE, _STEP_BEGIN = range(3)
@@ -507,6 +543,7 @@ class _Reader:
         self._pending: list[tuple[int, int, int, str, Any]] = []
         self._order = 0
         self._now_ns = self._first_ns = 0
+        self._step_began_ns = -_MOST_NS
         self._requests: dict[int, _Request] = {}
         self._waiting = 0
         self._queue: list[tuple[int, int]] = []
@@ -532,31 +569,50 @@ class _Reader:
 
     def take(self, record: dict[str, Any]) -> None:
         """One line."""
+        # Everything is read here, so that what cannot be read is told of its own line.
         if "step" in record:
-            t_ns, t_end_ns, *_ = figures = [int(figure) for figure in record["step"]]
-            if len(figures) != _STEP_FIGURES:
+            figures = [int(figure) for figure in record["step"]]
+            if len(figures) != _STEP_FIGURES or not all(-_MOST_NS < figure < _MOST_NS for figure in figures):
                 raise IndexError("step")
-            self._put(t_ns, _STEP_BEGIN, "begin", record)
-            self._put(t_end_ns, _STEP_END, "end", record)
+            t_ns, t_end_ns, *_ = figures
+            step = _StepLine(
+                figures,
+                [int(key) for key in record.get("admitted", ())],
+                [int(key) for key in record.get("preempted", ())],
+                [int(key) for key in record.get("emitted", ())],
+                [(int(key), str(why)) for key, why in record.get("finished", ())],
+            )
+            if t_ns < self._step_began_ns or t_end_ns < t_ns:
+                self._problems["time goes back"] += 1
+            self._step_began_ns = t_ns
+            self._put(t_ns, _STEP_BEGIN, "begin", step)
+            self._put(t_end_ns, _STEP_END, "end", step)
             self._drain(t_ns)
         elif "start" in record:
-            t_ns, number = record["start"]
+            t_ns, number = (_figure(figure) for figure in record["start"])
+            kv_blocks = _figure(record["kv_blocks"])
             # Whatever was inside is gone, so nothing of before can lag behind this.
             self._drain(None)
-            self._start(int(t_ns), int(number), int(record["kv_blocks"]))
+            self._start(t_ns, number, kv_blocks)
         elif "received" in record:
             t_ns, key, _, planned = record["received"]
-            self._put(int(t_ns), _LINE, "received", (int(key), int(planned)))
+            self._put(_figure(t_ns), _LINE, "received", (int(key), int(planned)))
         elif "rejected" in record or "ended" in record:
             kind = "rejected" if "rejected" in record else "ended"
             t_ns, key, why = record[kind]
-            self._put(int(t_ns), _LINE, kind, (int(key), str(why)))
+            self._put(_figure(t_ns), _LINE, kind, (int(key), str(why)))
         elif "leak" in record:
             t_ns, so_far = record["leak"]
-            self._put(int(t_ns), _LINE, "leak", {kind: float(amount) for kind, amount in so_far.items()})
+            lost = {kind: float(amount) for kind, amount in so_far.items()}
+            if not all(map(math.isfinite, lost.values())):
+                raise ValueError("leak")
+            self._put(_figure(t_ns), _LINE, "leak", lost)
         else:
-            t_ns, kind, _ = record["event"]
-            self._put(int(t_ns), _LINE, "event", str(kind))
+            t_ns, kind, details = record["event"]
+            goes_on = None
+            if kind == _ZOMBIE and "output_tokens" in details:
+                goes_on = int(details["id"]), int(details["output_tokens"])
+            self._put(_figure(t_ns), _LINE, "event", (str(kind), goes_on))
 
     def _put(self, t_ns: int, phase: int, kind: str, payload: Any) -> None:
         self._order += 1
@@ -576,7 +632,7 @@ class _Reader:
             elif kind == "leak":
                 self._leak(t_ns, payload)
             elif kind == "event":
-                self._events[payload] += 1
+                self._event(*payload)
             else:
                 self._leave(*payload, inside=kind == "ended")
 
@@ -630,11 +686,16 @@ class _Reader:
         self._waiting += 1
         heapq.heappush(self._queue, (self._serial, key))
 
-    def _begin(self, t_ns: int, record: dict[str, Any]) -> None:
+    def _event(self, kind: str, goes_on: tuple[int, int] | None) -> None:
+        self._events[kind] += 1
+        if goes_on is not None and (request := self._requests.get(goes_on[0])) is not None:
+            request.planned = goes_on[1]
+
+    def _begin(self, t_ns: int, step: "_StepLine") -> None:
         if self._computing:
             self._problems["steps that overlap"] += 1
         self._computing = True
-        for key in record.get("preempted", ()):
+        for key in step.preempted:
             request = self._requests.get(key)
             if request is None or request.waiting:
                 self._problems["preempted, but not running"] += key not in self._gone_now
@@ -644,7 +705,7 @@ class _Reader:
             self._preempted += 1
             self._preemptions += 1
             heapq.heappush(self._queue, (request.serial, key))
-        for key in record.get("admitted", ()):
+        for key in step.admitted:
             request = self._requests.get(key)
             if request is None or not request.waiting:
                 self._problems["admitted, but not waiting"] += key not in self._gone_now
@@ -655,11 +716,11 @@ class _Reader:
                 request.admitted = True
                 self._queue_ns.append(t_ns - request.t_received_ns)
         counts = [len(self._requests) - self._waiting, self._waiting]
-        if record["step"][2:4] != counts and not self._met_now:
+        if step.figures[2:4] != counts and not self._met_now:
             self._problems["steps whose running or waiting is not that of their requests"] += 1
 
-    def _end(self, t_ns: int, record: dict[str, Any]) -> None:
-        begin_ns, _, running, waiting, blocks, gpu_bytes, host_bytes, prefill = record["step"]
+    def _end(self, t_ns: int, step: "_StepLine") -> None:
+        begin_ns, _, running, waiting, blocks, gpu_bytes, host_bytes, prefill = step.figures
         self._steps += 1
         self._computing = False
         self._step_ns += t_ns - begin_ns
@@ -670,7 +731,7 @@ class _Reader:
         self._host_max = max(self._host_max, host_bytes)
         self._kv_max = max(self._kv_max, blocks)
         self._kv_ratio = max(self._kv_ratio, blocks / self._kv_blocks if self._kv_blocks else 0.0)
-        emitted = record.get("emitted", ())
+        emitted = step.emitted
         self._tokens += len(emitted)
         if (piece := self._levels.last) is not None:
             piece.tokens += len(emitted)
@@ -685,7 +746,7 @@ class _Reader:
             if request.tokens == 1:
                 request.t_first_ns = t_ns
                 self._first_token_ns.append(t_ns - request.t_received_ns)
-        for key, why in record.get("finished", ()):
+        for key, why in step.finished:
             self._leave(key, why, inside=True)
         # Those who go with a step's end are gone before the next begins: that much is written.
         self._met_now = 0
@@ -839,7 +900,7 @@ def _lines(report: TruthReport) -> Iterable[str]:
     best = report.largest_unqueued_batch
     more = "" if report.exceeded else " (no larger level was held that queued)"
     yield f"largest un-queued batch   {'none' if best is None else best}{more}"
-    ended = ", ".join(f"{count} {why}" for why, count in report.ended.items()) or "none"
+    ended = ", ".join(f"{count} {_word(why)}" for why, count in report.ended.items()) or "none"
     yield f"requests                  {report.received} received; ended: {ended}; {report.inside} inside"
     yield (
         f"tokens                    {report.tokens} in {report.steps} steps and {report.seconds:.1f} s: "
@@ -857,11 +918,11 @@ def _lines(report: TruthReport) -> Iterable[str]:
             f"{label + ', seconds':<26}p50 {_number(spread.p50)}, p95 {_number(spread.p95)}, "
             f"p99 {_number(spread.p99)}, max {_number(spread.max)} of {spread.samples}"
         )
-    events = ", ".join(f"{count} {kind}" for kind, count in report.events.items()) or "none"
+    events = ", ".join(f"{count} {_word(kind)}" for kind, count in report.events.items()) or "none"
     yield f"starts                    {report.starts}; events: {events}"
     for leak in report.leaks:
         yield (
-            f"leak of {leak.kind}, start {leak.start}: {leak.first:g} to {leak.last:g} in {leak.hours:.3g} h; "
+            f"leak of {_word(leak.kind)}, start {leak.start}: {leak.first:g} to {leak.last:g} in {leak.hours:.3g} h; "
             f"{_number(leak.per_hour.least_squares)}/hour, {_number(leak.per_request.least_squares)}/request, "
             f"{_number(leak.per_token.least_squares)}/token, {_number(leak.per_disconnect.least_squares)}/disconnect"
         )
@@ -879,6 +940,11 @@ def _lines(report: TruthReport) -> Iterable[str]:
         )
     if report.brief_levels:
         yield f"{report.brief_levels} more levels were held too briefly to be judged"
+
+
+def _word(name: str) -> str:
+    """A name out of the file, which anybody may have written, as it may go to a terminal."""
+    return ascii(name)[1:-1][:60]
 
 
 def _number(value: float | None) -> str:

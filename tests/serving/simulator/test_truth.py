@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.errors import RecordError
+from serving.errors import ConfigError, RecordError
 from serving.simulator import truth
 from serving.simulator.spec import Arrival, Finish, MemoryPlan, ServerSpec, Step
 from serving.simulator.truth import TruthWriter, read_truth
@@ -267,12 +267,66 @@ def test_a_file_whose_last_line_was_cut_is_read_up_to_it():
         (HEAD + '{"received":[0]}\n{"received":[0,2,1,1]}\n', "truth:2: not a line"),
         (HEAD + '{"step":[0,1,0]}\n{"received":[0,2,1,1]}\n', "truth:2: not a line"),
         (HEAD + '{"event":[0,"crash"]}\n{"received":[0,2,1,1]}\n', "truth:2: not a line"),
+        (HEAD + "[" * 100_000 + "\n{}\n", "truth:2: not a line"),
+        (HEAD + '{"received":[1e400,1,5,5]}\n', "truth:2: not a line"),
+        (HEAD + f'{{"received":[{10**30},1,5,5]}}\n', "truth:2: not a line"),
+        (HEAD + f'{{"step":[2,{10**30},1,0,0,0,0,0]}}\n', "truth:2: not a line"),
+        (HEAD + f'{{"step":[2,3,1,0,{10**400},0,0,0]}}\n', "truth:2: not a line"),
+        (HEAD + f'{{"start":[1,2],"kv_blocks":{10**400}}}\n', "truth:2: not a line"),
+        (HEAD + '{"leak":[5,{"x":NaN}]}\n{"received":[0,2,1,1]}\n', "truth:2: not a line"),
+        (HEAD + '{"leak":[5,{"x":1e400}]}\n{"received":[0,2,1,1]}\n', "truth:2: not a line"),
+        (HEAD + '{"step":[2,3,1,0,0,0,0,0],"finished":[[1]]}\n{"received":[4,2,1,1]}\n', "truth:2: not a line"),
+        (HEAD + '{"step":[2,3,1,0,0,0,0,0],"emitted":5}\n', "truth:2: not a line"),
+        (HEAD + '{"step":[2,3,1,0,0,0,0,0],"admitted":[[1]]}\n', "truth:2: not a line"),
     ],
 )
 def test_what_is_no_truth_file_is_refused_with_its_line(text, complaint):
     with pytest.raises(RecordError) as caught:
         read_truth(io.StringIO(text))
     assert complaint in str(caught.value)
+
+
+STEP = '{{"step":[{},{},0,0,0,0,0,0]}}\n'
+
+
+@pytest.mark.parametrize("steps", [[(20, 10)], [(200, 300), (100, 150)]])
+def test_steps_that_go_back_in_time_are_a_contradiction(steps):
+    text = HEAD + "".join(STEP.format(*step) for step in steps)
+    assert read_truth(text.splitlines()).problems == {"time goes back": 1}
+
+
+def test_figures_of_any_kind_give_a_report_that_json_has():
+    leaks = "".join(f'{{"leak":[{second * NS},{{"x":{"-" * (second % 2)}1e308}}]}}\n' for second in range(5))
+    report = read_truth((HEAD + leaks).splitlines())
+    assert report.leaks[0].per_hour.least_squares is None
+    json.dumps(report.as_json(), allow_nan=False)
+
+
+def test_names_in_the_file_reach_a_terminal_as_plain_words(tmp_path, capsys):
+    path = tmp_path / "truth.jsonl"
+    path.write_text(HEAD + '{"event":[1,"\\u001b[2J\\ud800",{}]}\n{"leak":[2,{"\\u0007":1}]}\n', encoding="utf-8")
+    assert truth.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert r"1 \x1b[2J\ud800" in out
+    assert r"leak of \x07" in out
+
+
+@pytest.mark.parametrize("flag", ["--min-hold", "--dip"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_lengths_of_time_that_are_none_are_refused(tmp_path, capsys, flag, value):
+    path = tmp_path / "truth.jsonl"
+    path.write_text(HEAD, encoding="utf-8")
+    assert truth.main([str(path), f"{flag}={value}"]) == ConfigError.exit_code
+    assert "must be a number of seconds" in capsys.readouterr().err
+
+
+def test_a_zombie_may_have_more_tokens_than_its_client_waited_for():
+    step = '{{"step":[{0},{1},1,0,0,0,0,0],"emitted":[1]{2}}}\n'
+    text = HEAD + '{"received":[0,1,5,1]}\n' + step.format(1, 2, ',"admitted":[1]')
+    told = '{"event":[2,"zombie",{"id":1,"output_tokens":2}]}\n'
+    end = step.format(2, 3, ',"finished":[[1,"length"]]')
+    assert read_truth((text + told + end).splitlines()).problems == {}
+    assert read_truth((text + end).splitlines()).problems == {"finished with other than the planned tokens": 1}
 
 
 @pytest.mark.parametrize("turnaround_ns", [0, 3 * MS, 40 * MS])
