@@ -287,6 +287,12 @@ class Fault:
         for name, option in kind.options.items():
             if option.required and name not in self.options:
                 raise ConfigError(f"fault {self.name}: needs {name}=..., {option.does}")
+        every = self.options.get("every")
+        if every is not None and every <= self.value:
+            raise ConfigError(
+                f"fault {self.name}: every {every:g}s it would go down for {self.value:g}s, and so never come back; "
+                "make every longer"
+            )
 
     @property
     def kind(self) -> FaultKind:
@@ -569,6 +575,15 @@ class FaultPlan:
                 blocks += whole + self._hits("kv_leak_fraction", request_id, fault.value - whole)
         return blocks
 
+    def next_life_event(self, from_s: float, to_s: float) -> LifeEvent | None:
+        """The first of `life_events`, without the rest of them; None when there is none."""
+        first: LifeEvent | None = None
+        for fault_id, fault in self._life:
+            t_s = _first_turn(fault, from_s)
+            if from_s <= t_s < min(to_s, fault.end_s) and (first is None or t_s < first.t_s):
+                first = _life_event(t_s, fault_id, fault)
+        return first
+
     def life_events(self, from_s: float, to_s: float) -> list[LifeEvent]:
         """Crashes and deploys in `[from_s, to_s)`, in order of time, then of ids.
 
@@ -579,20 +594,10 @@ class FaultPlan:
             raise ValueError(f"life events need an end, not {to_s}")
         events: list[LifeEvent] = []
         for fault_id, fault in self._life:
-            every = fault.option("every")
-            t_s = fault.start_s
-            turn = 0
-            if every is not None and from_s > t_s:
-                turn = _turn(from_s, t_s, every)
-                turn += fault.start_s + turn * every < from_s
-                t_s = fault.start_s + turn * every
-            while t_s < to_s and t_s < fault.end_s:
-                if t_s >= from_s:
-                    events.append(_life_event(t_s, fault_id, fault))
-                if every is None:
-                    break
-                turn += 1
-                t_s = fault.start_s + turn * every
+            at_s = from_s
+            while at_s <= (t_s := _first_turn(fault, at_s)) < min(to_s, fault.end_s):
+                events.append(_life_event(t_s, fault_id, fault))
+                at_s = math.nextafter(t_s, math.inf)
         events.sort(key=lambda event: (event.t_s, event.fault_id))
         return events
 
@@ -740,6 +745,16 @@ def _turn(t_s: float, start_s: float, period_s: float) -> int:
     while start_s + (turn + 1) * period_s <= t_s:
         turn += 1
     return turn
+
+
+def _first_turn(fault: Fault, from_s: float) -> float:
+    """When a crash or deploy happens for the first time at or after `from_s`; before it where it never does again."""
+    every = fault.option("every")
+    if every is None or from_s <= fault.start_s:
+        return fault.start_s
+    turn = _turn(from_s, fault.start_s, every)
+    t_s = fault.start_s + turn * every
+    return t_s if t_s >= from_s else fault.start_s + (turn + 1) * every
 
 
 def _life_event(t_s: float, fault_id: int, fault: Fault) -> LifeEvent:

@@ -22,7 +22,7 @@ from serving.exposition import Histogram
 from serving.simulator import core
 from serving.simulator.core import Flight, Scheduled, State
 from serving.simulator.dialects.base import Trouble
-from serving.simulator.faults import Conditions, FaultPlan, LifeEvent, format_fault
+from serving.simulator.faults import Conditions, Fault, FaultPlan, LifeEvent, Where, format_fault
 from serving.simulator.spec import Arrival, Finish, GpuView, ProcessView, ServerSpec, SlotView, Snapshot, Step
 from serving.simulator.traffic import Traffic
 from serving.simulator.truth import TruthWriter
@@ -104,7 +104,7 @@ class Memory:
     def __init__(self, spec: ServerSpec, release_bytes: float = 0.0) -> None:
         self._spec = spec
         self.release_bytes = release_bytes
-        """What releases since the first need on top, in the host's memory."""
+        """What releases since the first need on top, in the host's memory and on the first card."""
         self.gpu_leaked = 0.0
         self.host_leaked = 0.0
         self.cache_bytes = 0.0
@@ -131,7 +131,7 @@ class Memory:
         memory = self._spec.memory
         used: float = memory.weights_bytes + memory.kv_cache_bytes + memory.workspace_bytes
         used += memory.activation_bytes_per_token * self.peak_tokens + memory.gpu_bytes_per_request * running
-        return used + (self.gpu_leaked if card == 0 else 0.0)
+        return used + (self.gpu_leaked + self.release_bytes if card == 0 else 0.0)
 
     def host_bytes(self, running: float, conditions: Conditions) -> float:
         """Anonymous memory of the server's processes."""
@@ -140,12 +140,28 @@ class Memory:
         used = memory.host_base_bytes + memory.host_bytes_per_request * requests + self.host_leaked + self.cache_bytes
         return used + self.release_bytes
 
+    def seconds_left(self, running: float, conditions: Conditions) -> float:
+        """For how long these conditions can hold before a leak exhausts memory, at least; infinite where none grows.
+
+        An idle server that asks for no more memory does not run out of it, however little there is.
+        """
+        if self._spec.memory.cards:
+            rate = conditions.gpu_leak_bytes_per_second
+        else:
+            rate = conditions.host_leak_bytes_per_second
+            if self.cache_bytes < conditions.cache_cap_bytes:
+                rate += conditions.cache_fill_bytes_per_second
+        return max(0.0, self._room(running, conditions) / rate) if rate else math.inf
+
     def exhausted(self, running: float, conditions: Conditions) -> bool:
         """Whether the server is out of memory: on a card, or on the host where there is no card."""
+        return self._room(running, conditions) < 0
+
+    def _room(self, running: float, conditions: Conditions) -> float:
+        limit = math.inf if conditions.oom_at_bytes is None else conditions.oom_at_bytes
         if self._spec.memory.cards:
-            limit = min(self._spec.memory.card_total_bytes, conditions.oom_at_bytes or math.inf)
-            return self.gpu_bytes(0, running) > limit
-        return conditions.oom_at_bytes is not None and self.host_bytes(running, conditions) > conditions.oom_at_bytes
+            return min(self._spec.memory.card_total_bytes, limit) - self.gpu_bytes(0, running)
+        return limit - self.host_bytes(running, conditions)
 
 
 class SimulatedServer:
@@ -183,7 +199,8 @@ class SimulatedServer:
         """When the simulation began; faults count their times from here."""
         self.start_number = 0
         self.lost: list[Flight] = []
-        """Requests that a death of the server took along; whoever serves them empties this."""
+        """Requests that a death of the server took along, but for those that nobody reads; whoever serves them empties
+        this."""
         self.died: Trouble | None = None
         """Why the server is down for good, if it is."""
         self.shared_bytes = 0.0
@@ -195,7 +212,9 @@ class SimulatedServer:
         self._release_speed = 1.0
         self._frozen: tuple[float, float, float] | None = None
         self._now_ns = t_ns
-        self._life_ns = t_ns
+        self._life_s = 0.0
+        self._told_on: dict[int, Fault] = {}
+        self._told_version = self.plan.version
         self._told_leaks_ns = self._told_faults_ns = t_ns
         self._down_until_ns: int | None = None
         self.state = State.fresh(spec, t_ns)
@@ -208,7 +227,8 @@ class SimulatedServer:
         self.started_ns = t_ns
         clamp = self.plan.conditions(self._seconds(t_ns), self._seconds(t_ns)).max_batch_clamp
         if clamp is not None and clamp < self._given.max_batch:
-            self.spec = replace(self._given, max_batch=clamp, asked_max_batch=self._given.max_batch)
+            asked = self._given.asked_max_batch or self._given.max_batch
+            self.spec = replace(self._given, max_batch=clamp, asked_max_batch=asked)
         else:
             self.spec = self._given
         self.ready_ns = ready_ns
@@ -222,6 +242,8 @@ class SimulatedServer:
             self.memory.descriptors = before.descriptors
         self.flights: dict[int, Flight] = {}
         self._zombies: set[int] = set()
+        self._unread: set[int] = set()
+        self._owed_blocks = 0
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.preemptions = 0
         self.finished: Counter[Finish] = Counter()
         self.http: Counter[tuple[str, int]] = Counter()
@@ -266,29 +288,39 @@ class SimulatedServer:
         while self._now_ns < t_ns:
             here_s = self._seconds(self._now_ns)
             target_ns = t_ns
-            events = self.plan.life_events(self._seconds(self._life_ns), self._seconds(t_ns))
-            if events:
-                target_ns = max(self._now_ns, min(t_ns, self.origin_ns + round(events[0].t_s * NS)))
+            event = self.plan.next_life_event(self._life_s, self._seconds(t_ns))
+            event_ns = t_ns
+            if event is not None:
+                event_ns = max(self._now_ns, min(t_ns, self.origin_ns + round(event.t_s * NS)))
+                target_ns = event_ns
+            exhausted = False
             if self._down_until_ns is not None:
                 target_ns = min(target_ns, max(self._now_ns, self._down_until_ns))
-            else:
+            elif target_ns > self._now_ns:
                 conditions = self.plan.conditions(here_s, self._seconds(self.started_ns))
                 until_s = conditions.valid_until_s
                 if math.isfinite(until_s):
                     target_ns = min(target_ns, max(self._now_ns + 1, self.origin_ns + math.ceil(until_s * NS)))
+                running = len(self.state.running)
+                left_ns = self.memory.seconds_left(running, conditions) * NS
+                if left_ns < target_ns - self._now_ns:
+                    target_ns = self._now_ns + math.floor(left_ns) + 1
                 self.memory.elapse(conditions, (target_ns - self._now_ns) / NS)
                 self.shared_bytes += conditions.shm_leak_bytes_per_second * (target_ns - self._now_ns) / NS
                 self._freeze(conditions)
+                exhausted = math.isfinite(left_ns) and self.memory.exhausted(running, conditions)
             self._now_ns = target_ns
+            if exhausted:
+                self.die(Trouble.OUT_OF_MEMORY)
             if self._down_until_ns is not None and self._now_ns >= self._down_until_ns:
                 self._start(self._now_ns, self._now_ns + self._startup_ns, keeps_leaks=self._keeps_leaks)
-            if events and self._now_ns >= self.origin_ns + round(events[0].t_s * NS):
+            if event is not None and self._now_ns >= event_ns:
                 # One event at a time: a restart may come before the next.
-                self._life_ns = self.origin_ns + math.floor(events[0].t_s * NS) + 1
+                self._life_s = math.nextafter(event.t_s, math.inf)
                 if self.died is None:
-                    self._live(events[0])
+                    self._live(event)
             elif self._now_ns >= t_ns:
-                self._life_ns = max(self._life_ns, t_ns)
+                self._life_s = max(self._life_s, self._seconds(t_ns))
         if self.truth is not None:
             self._tell_faults(t_ns)
             if self._now_ns - self._told_leaks_ns >= NS:
@@ -315,20 +347,42 @@ class SimulatedServer:
 
     def _lose_all(self) -> None:
         for flight in core.fail_all(self.state):
-            if flight.id not in self._zombies:
+            if flight.id not in self._zombies and flight.id not in self._unread:
                 self.lost.append(flight)
             self.finished[Finish.DIED] += 1
             if self.truth is not None:
                 self.truth.ended(self._now_ns, flight.id, Finish.DIED)
         self.flights.clear()
         self._zombies.clear()
+        self._unread.clear()
+        self._owed_blocks = 0
 
     def _tell_faults(self, t_ns: int) -> None:
-        if t_ns > self._told_faults_ns:
-            for switch in self.plan.switches(self._seconds(self._told_faults_ns), self._seconds(t_ns)):
-                word = "fault_on" if switch.on else "fault_off"
-                self._event(word, id=switch.fault_id, fault=format_fault(switch.fault))
+        told_ns, on = self._told_faults_ns, self._told_on
+        if self.plan.version != self._told_version:
+            # Faults came into the plan or went out of it since.
+            self._told_version = self.plan.version
+            faults = self.plan.faults
+            for fault_id in [fault_id for fault_id in on if fault_id not in faults]:
+                self._tell_switch(told_ns, fault_id, on[fault_id], is_on=False)
+            told_s = self._seconds(told_ns)
+            for fault_id, fault in faults.items():
+                if fault_id not in on and fault.start_s < told_s < fault.end_s and fault.kind.where is not Where.LIFE:
+                    self._tell_switch(told_ns, fault_id, fault, is_on=True)
+        if t_ns > told_ns:
+            for switch in self.plan.switches(self._seconds(told_ns), self._seconds(t_ns)):
+                at_ns = max(told_ns, min(t_ns, self.origin_ns + round(switch.t_s * NS)))
+                self._tell_switch(at_ns, switch.fault_id, switch.fault, is_on=switch.on)
             self._told_faults_ns = t_ns
+
+    def _tell_switch(self, at_ns: int, fault_id: int, fault: Fault, *, is_on: bool) -> None:
+        if is_on:
+            self._told_on[fault_id] = fault
+        else:
+            self._told_on.pop(fault_id, None)
+        if self.truth is not None:
+            word = "fault_on" if is_on else "fault_off"
+            self.truth.event(at_ns, word, id=fault_id, fault=format_fault(fault))
 
     def _tell_leaks(self) -> None:
         """Write down what has leaked so far, of which there is any."""
@@ -378,11 +432,6 @@ class SimulatedServer:
             return why
         at_s = self._seconds(arrival.t_ns)
         stuck = self.plan.is_stuck(arrival.id, at_s)
-        if arrival.finish is Finish.CANCELLED and self.plan.is_zombie(arrival.id, at_s):
-            # Traffic says after how many tokens its client goes away, not how many there would have been; clients go
-            # away anywhere in an answer, so twice as many on average.
-            rest = min(2 * arrival.output_tokens, spec.context_tokens - arrival.prompt_tokens)
-            arrival = replace(arrival, output_tokens=rest, finish=None)
         flight = core.enqueue(state, arrival, stuck_at=max(1, arrival.output_tokens // 2) if stuck else None)
         self.flights[arrival.id] = flight
         return None
@@ -394,27 +443,53 @@ class SimulatedServer:
         if flight is None or request_id in self._zombies:
             return
         at_s = self._seconds(t_ns)
-        self._leak_blocks(request_id, at_s)
         if self.plan.is_zombie(request_id, at_s):
             # It goes on to its end as if somebody listened.
             self._zombies.add(request_id)
             self._event("zombie", id=request_id)
-            return
-        core.cancel(self.state, flight)
-        self._end(flight, Finish.CANCELLED)
-        if self.truth is not None:
-            self.truth.ended(t_ns, request_id, Finish.CANCELLED)
+        else:
+            core.cancel(self.state, flight)
+            self._end(flight, Finish.CANCELLED)
+            if self.truth is not None:
+                self.truth.ended(t_ns, request_id, Finish.CANCELLED)
+        self._leak_blocks(request_id, at_s)
 
     def _leak_blocks(self, request_id: int, at_s: float) -> None:
-        """What the disconnect of a client leaves behind."""
-        leak = self.plan.kv_leak_blocks(request_id, at_s)
-        if leak:
-            self.state.pool.leak(leak)
+        """What the disconnect of a client leaves behind. Where too little is free, the next blocks to come free."""
+        self._owed_blocks += self.plan.kv_leak_blocks(request_id, at_s)
+        if self._owed_blocks:
+            self._pay_blocks()
+
+    def _pay_blocks(self) -> None:
+        lost = self.state.pool.leak(self._owed_blocks)
+        self._owed_blocks -= lost
+        if lost:
             self._tell_leaks()
+
+    def _outlive_clients(self, scheduled: Scheduled) -> None:
+        """Let those zombies go on whose client goes away with the token that this step gives them."""
+        at_s = self._seconds(scheduled.t_end_ns)
+        for flight, todo in scheduled.parts:
+            if (
+                flight.finish is Finish.CANCELLED
+                and not flight.gone
+                and flight.generated + 1 >= flight.output_tokens
+                and flight.computed + todo == flight.prompt_tokens + flight.generated
+                and self.plan.is_zombie(flight.id, at_s)
+            ):
+                # Traffic says after how many tokens its client goes away, not how many there would have been; clients
+                # go away anywhere in an answer, so twice as many on average.
+                most = self.spec.context_tokens - flight.prompt_tokens
+                flight.output_tokens = min(2 * flight.output_tokens, most)
+                flight.finish = Finish.LENGTH
+                self._zombies.add(flight.id)
+                self._event("zombie", id=flight.id, output_tokens=flight.output_tokens)
+                self._leak_blocks(flight.id, at_s)
 
     def _end(self, flight: Flight, why: Finish) -> None:
         self.flights.pop(flight.id, None)
         self._zombies.discard(flight.id)
+        self._unread.discard(flight.id)
         self.finished[why] += 1
         if self.spec.policy.counts_at_finish:
             self.generated_tokens += flight.generated
@@ -462,7 +537,11 @@ class SimulatedServer:
         scheduled = self.state.computing
         flights = self.flights
         lasts = {flight.id: flight.t_last_ns for flight, _ in scheduled.parts}
+        if self.conditions.zombie_share:
+            self._outlive_clients(scheduled)
         step = core.complete(self.state)
+        if self._owed_blocks:
+            self._pay_blocks()
         self._count(scheduled, step, lasts)
         for request_id, why in step.finished:
             flight = flights[request_id]
@@ -485,6 +564,12 @@ class SimulatedServer:
         """Take one step, if there is work before `until_ns`; else let time pass up to there and return None."""
         if self.state.computing is None:
             self.begin(max(self.t_ns, min(until_ns, self.ready_ns)))
+            # Whoever waits and could not come in may be able to when the faults change.
+            while self.next_ns is None and self.state.waiting:
+                change_s = self.conditions.valid_until_s
+                if change_s >= self._seconds(until_ns):
+                    break
+                self.begin(max(self.t_ns + 1, self.origin_ns + math.ceil(change_s * NS)))
         end_ns = self.next_ns
         if end_ns is None or end_ns > until_ns:
             self.elapse(until_ns)
@@ -506,6 +591,8 @@ class SimulatedServer:
         status = {None: 200, Finish.REJECTED: 503}.get(why, 0)
         if status:
             self.http[_COMPLETIONS, status] += 1
+        if why is None:
+            self._unread.add(arrival.id)
         return why
 
     def _serve_until(self, t_ns: int) -> None:
@@ -604,15 +691,15 @@ class SimulatedServer:
     def _slots(self) -> tuple[SlotView, ...]:
         if not self.spec.policy.counts_at_finish:
             return ()
-        slots = [SlotView()] * max(self.spec.max_batch, len(self.state.running))
-        for flight in self.state.running:
-            if flight.slot < len(slots):
-                slots[flight.slot] = SlotView(
-                    is_processing=True,
-                    task_id=flight.id,
-                    prompt_tokens=flight.prompt_tokens,
-                    processed_tokens=max(0, min(flight.computed, flight.prompt_tokens) - flight.cached_tokens),
-                    cached_tokens=flight.cached_tokens,
-                    decoded_tokens=flight.generated,
-                )
+        running = self.state.running
+        slots = [SlotView()] * max(self.spec.max_batch, *(flight.slot + 1 for flight in running), 0)
+        for flight in running:
+            slots[flight.slot] = SlotView(
+                is_processing=True,
+                task_id=flight.id,
+                prompt_tokens=flight.prompt_tokens,
+                processed_tokens=max(0, min(flight.computed, flight.prompt_tokens) - flight.cached_tokens),
+                cached_tokens=flight.cached_tokens,
+                decoded_tokens=flight.generated,
+            )
         return tuple(slots)

@@ -54,7 +54,10 @@ def faults(draw):
         for name, option in kind.options.items()
         if option.required or draw(st.booleans())
     }
-    return Fault(kind.name, draw(values_of(kind.unit)), share, start, end if end > start else math.inf, options)
+    value = draw(values_of(kind.unit))
+    if "every" in options:
+        options["every"] += value
+    return Fault(kind.name, value, share, start, end if end > start else math.inf, options)
 
 
 @given(faults(), st.floats(0, 1e6))
@@ -140,6 +143,7 @@ def test_a_fault_without_a_start_begins_now():
         ("high_water=false", "it is on, or left out"),
         ("cache_fill_per_hour=1GiB", "needs cap=..."),
         ("crash=5s,every=1ms", "every is 0.001"),
+        ("deploy=5s,every=5s", "never come back; make every longer"),
         ("crash=5s,keeps_leaks=perhaps", "on or off"),
         ("deploy,speed=-100%", "speed is -1"),
     ],
@@ -432,6 +436,19 @@ def test_life_events_of_adjoining_spans_are_those_of_the_whole(start_s, every, c
     one = FaultPlan([Fault("crash", 1.0, start_s=start_s, end_s=start_s + 1e5, options={"every": every})])
     pieces = [e for a, b in pairwise(cuts) for e in one.life_events(a, b)]
     assert pieces == one.life_events(cuts[0], cuts[-1])
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1e3), st.floats(2, 300)), min_size=1, max_size=3),
+    st.floats(0, 2e3),
+    st.floats(0, 500),
+)
+def test_the_next_life_event_is_the_first_of_all(crashes, from_s, length):
+    one = FaultPlan(
+        [Fault("crash", 1.0, start_s=start_s, end_s=1500.0, options={"every": every}) for start_s, every in crashes]
+    )
+    events = one.life_events(from_s, from_s + length)
+    assert one.next_life_event(from_s, from_s + length) == (events[0] if events else None)
 
 
 def test_a_deploy_says_what_the_new_release_needs_and_how_fast_it_is():

@@ -1,6 +1,7 @@
 """A simulated server in token mode: what it counts, how its memory moves, how it dies, and that it is deterministic."""
 
 import io
+import json
 import math
 from dataclasses import replace
 
@@ -256,7 +257,9 @@ def test_out_of_memory_takes_the_server_down_for_good():
     assert truth.events["died"] == 1
     assert not server.alive
     assert server.snapshot() is None
-    assert {flight.id for flight in server.lost}
+    # Its customers read no answers, so that nobody has to be told.
+    assert truth.ended["died"] > 0
+    assert server.lost == []
     assert server.arrive(Arrival(1, server.t_ns, 10, 10)) is Finish.DIED
 
 
@@ -288,6 +291,7 @@ def test_a_deploy_brings_its_steps():
     assert second.t_end_ns - second.t_ns == pytest.approx(0.011 / 2 * NS, rel=0.01)
     assert first is not None
     assert server.memory.host_bytes(0, server.conditions) == SPEC.memory.host_base_bytes + 64 * MIB
+    assert server.memory.gpu_bytes(0, 0) - server.memory.gpu_bytes(1, 0) == 64 * MIB
 
 
 def test_frozen_gauges_stand_still_while_counters_go_on():
@@ -340,3 +344,152 @@ def test_a_death_takes_zombies_along_and_nobody_is_told():
     assert server.lost == []
     truth = report(stream.getvalue())
     assert (truth.ended, truth.problems) == ({"died": 1}, {})
+
+
+def test_a_client_that_left_during_the_step_in_which_the_server_dies_is_not_lost_too():
+    stream = io.StringIO()
+    server = SimulatedServer(SPEC, t_ns=T0, truth=TruthWriter(stream))
+    for number in (1, 2):
+        server.arrive(Arrival(number, T0, 100, 50))
+    server.begin(T0)
+    server.cancel(1, T0 + 1000)
+    server.go_down(1.0)
+    server.elapse(T0 + 2 * NS)
+    assert [flight.id for flight in server.lost] == [2]
+    truth = report(stream.getvalue())
+    assert (truth.ended, truth.problems) == ({"cancelled": 1, "died": 1}, {})
+
+
+def test_requests_that_are_about_to_fail_die_with_the_server():
+    stream = io.StringIO()
+    spec = replace(SPEC, kv_blocks=64, block_tokens=1, context_tokens=64, policy=Policy(on_full=OnFull.FAIL))
+    server = SimulatedServer(spec, t_ns=T0, truth=TruthWriter(stream))
+    for number in range(3):
+        server.arrive(Arrival(number, T0, 20, 40))
+    while not server.begin(server.t_ns).failed:
+        server.complete()
+    server.go_down(1.0)
+    server.elapse(server.t_ns + 2 * NS)
+    assert [flight.id for flight in server.lost] == [0, 1, 2]
+    truth = report(stream.getvalue())
+    assert (truth.ended, truth.problems) == ({"died": 3}, {})
+
+
+@pytest.mark.parametrize("start", ["0.3s", "1.123456789s", "12345.6789s"])
+def test_crashes_at_odd_moments_happen_once_each_for_years(start):
+    server, text = serve(f"crash=0.1s,start={start},every=86400.1234567s", seconds=400 * 86400, traffic=None)
+    assert server.start_number == report(text).starts == 401
+
+
+def test_an_hour_of_crashes_each_second_is_no_matter_of_minutes():
+    """Looking for the next crash must not cost as much as there are still to come."""
+    server, _ = serve("crash=0s,start=1s,every=1s", seconds=3600, traffic=None)
+    assert server.start_number == 3600
+
+
+def test_faults_are_told_when_they_come_and_go_however_time_is_cut():
+    text = serve("step_slowdown=2,start=10s,end=20s", seconds=100, traffic=None)[1]
+    events = [json.loads(line)["event"] for line in text.splitlines() if "event" in line]
+    assert [(t_ns - T0, kind) for t_ns, kind, _ in events] == [(10 * NS, "fault_on"), (20 * NS, "fault_off")]
+
+
+def test_faults_that_are_put_in_and_taken_out_while_it_runs_are_told():
+    stream = io.StringIO()
+    plan = FaultPlan()
+    server = SimulatedServer(SPEC, t_ns=T0, plan=plan, truth=TruthWriter(stream))
+    server.elapse(T0 + 5 * NS)
+    added = [plan.add(parse_fault("step_slowdown=2", now_s=5.0)), plan.add(parse_fault("frozen_gauges,start=1s"))]
+    server.elapse(T0 + 8 * NS)
+    for fault_id in added:
+        plan.remove(fault_id)
+    server.elapse(T0 + 9 * NS)
+    events = [json.loads(line)["event"] for line in stream.getvalue().splitlines() if "event" in line]
+    assert [(t_ns - T0, kind, more["id"]) for t_ns, kind, more in events] == [
+        (5 * NS, "fault_on", 2),
+        (5 * NS, "fault_on", 1),
+        (8 * NS, "fault_off", 2),
+        (8 * NS, "fault_off", 1),
+    ]
+
+
+def test_a_disconnect_leaks_all_its_blocks_where_none_are_free():
+    stream = io.StringIO()
+    spec = replace(SPEC, kv_blocks=10, context_tokens=160, prefix_cache=False)
+    plan = FaultPlan([parse_fault("kv_leak_per_disconnect=3")])
+    for during in (False, True):
+        server = SimulatedServer(spec, t_ns=T0, plan=plan, truth=TruthWriter(stream))
+        server.arrive(Arrival(1, T0, 150, 5))
+        server.step(T0 + NS)
+        assert server.state.pool.available == 0
+        if during:
+            server.begin(server.t_ns)
+        server.cancel(1, server.t_ns)
+        if during:
+            server.complete()
+        assert server.state.pool.leaked == server.state.pool.used == 3
+
+
+def test_customers_that_go_away_leave_zombies_and_leaks_like_any_client():
+    traffic = replace(TRAFFIC, disconnect_share=0.5)
+    gone = serve("kv_leak_per_disconnect=1,start=20s", traffic=traffic)[1]
+    server, text = serve("kv_leak_per_disconnect=1,start=20s", "zombie=1,start=20s", traffic=traffic)
+    truth = report(text)
+    assert truth.problems == {}
+    # Whether a request is a zombie is decided when its client goes away, not when it comes.
+    assert truth.ended["cancelled"] > 5
+    assert truth.events["zombie"] == server.state.pool.leaked
+    assert truth.events["zombie"] == pytest.approx(report(gone).ended["cancelled"] - truth.ended["cancelled"], abs=3)
+    (leak,) = truth.leaks
+    assert leak.per_disconnect.least_squares == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "memory"),
+    [
+        ("gpu_leak_per_hour=3600MiB", SPEC.memory),
+        ("host_leak_per_hour=3600MiB", replace(SPEC.memory, cards=0, host_base_bytes=700 * MIB)),
+        ("cache_fill_per_hour=3600MiB,cap=1GiB", replace(SPEC.memory, cards=0, host_base_bytes=700 * MIB)),
+    ],
+)
+def test_a_leak_kills_an_idle_server_at_the_moment_that_it_must(fault, memory):
+    server, text = serve(fault, "oom_at_bytes=710MiB", spec=replace(SPEC, memory=memory), seconds=3600, traffic=None)
+    assert server.died is Trouble.OUT_OF_MEMORY
+    (died,) = [json.loads(line)["event"] for line in text.splitlines() if '"died"' in line]
+    assert (died[0] - T0) / NS == pytest.approx(10.0, abs=1e-6)
+
+
+def test_a_cache_that_is_full_below_the_limit_kills_nobody():
+    memory = replace(SPEC.memory, cards=0, host_base_bytes=700 * MIB)
+    faults = ("cache_fill_per_hour=3600MiB,cap=9MiB", "oom_at_bytes=710MiB")
+    server, _ = serve(*faults, spec=replace(SPEC, memory=memory), seconds=3600, traffic=None)
+    assert server.died is None
+    assert server.memory.cache_bytes == 9 * MIB
+
+
+def test_who_waits_comes_in_when_the_faults_change():
+    server, _ = serve(
+        "stuck_request=1,end=1s", "limit_ignored,start=20s", spec=replace(SPEC, max_batch=1), traffic=None
+    )
+    server = SimulatedServer(replace(SPEC, max_batch=1), t_ns=T0, plan=server.plan)
+    server.arrive(Arrival(1, T0, 100, 10))
+    server.run_until(T0 + 2 * NS)
+    server.arrive(Arrival(2, server.t_ns, 100, 10))
+    step = server.step(T0 + 100 * NS)
+    assert step is not None
+    assert (step.t_ns - T0, step.admitted) == (20 * NS, (2,))
+
+
+def test_a_clamp_keeps_in_mind_what_was_asked_for():
+    plan = FaultPlan([parse_fault("clamp_max_batch=3")])
+    assert SimulatedServer(replace(SPEC, asked_max_batch=64), t_ns=T0, plan=plan).spec.asked_max_batch == 64
+
+
+def test_every_running_request_is_in_a_slot_whatever_ran_before():
+    spec = replace(SPEC, max_batch=2, policy=Policy(counts_at_finish=True))
+    server = SimulatedServer(spec, t_ns=T0, plan=FaultPlan([parse_fault("limit_ignored")]))
+    for number in range(6):
+        server.arrive(Arrival(number, T0, 50, 10 if number < 5 else 100))
+    server.run_until(T0 + NS // 2)
+    view = server.snapshot()
+    assert [slot.task_id for slot in view.slots if slot.is_processing] == [5]
+    assert view.running == 1
