@@ -16,13 +16,13 @@ from monitor.http import API_KEY_VARIABLE
 from plimsoll.report import clean
 from serving.clock import SystemClock
 from serving.engines import ENGINES
-from serving.errors import ConfigError
+from serving.errors import ConfigError, PlimsollError
 from serving.settings import Settings, read_settings
 from serving.simulator.dialects.base import Dialect, Trouble
 from serving.simulator.faults import FAULT_KINDS, FaultPlan, format_fault, parse_fault
 from serving.simulator.launch import LaunchFailure, launch
 from serving.simulator.server import SimulatedServer
-from serving.simulator.shell import DIALECTS, SimulatorShell
+from serving.simulator.shell import DIALECTS, SimulatorShell, open_record
 from serving.simulator.spec import ServerSpec
 from serving.simulator.traffic import Traffic, parse_traffic
 from serving.simulator.truth import TruthWriter
@@ -93,12 +93,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     plan = _plan(arguments)
+    _check_log(plan, arguments)
     if plan.truth is not None and plan.truth.exists():
         raise ConfigError(f"--truth {plan.truth}: exists already; a truth is never overwritten: name another file")
     if isinstance(plan.spec, LaunchFailure):
         return _tell_failure(plan, plan.spec)
     with _writer(plan.truth) as truth:
         return asyncio.run(_serve(plan, plan.spec, truth))
+
+
+def _check_log(plan: "_Plan", arguments: argparse.Namespace) -> None:
+    """The log is overwritten, so it must be none of the files that are read or kept."""
+    if plan.log is None:
+        return
+    others = {"--truth": plan.truth, "--settings": arguments.settings}
+    if arguments.model is not None and Path(arguments.model).exists():
+        others["--model"] = Path(arguments.model)
+    for flag, other in others.items():
+        if other is not None and plan.log.resolve() == other.resolve():
+            raise ConfigError(f"--log {plan.log}: is what {flag} names, and would be overwritten; name another file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +244,7 @@ def _writer(path: Path | None) -> Iterator[TextIO | None]:
     if path is None:
         yield None
         return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stream = path.open("x", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write the truth {path}: {error.strerror or error}") from error
-    with stream:
+    with open_record(path, "x", "truth") as stream:
         yield stream
 
 
@@ -277,18 +285,25 @@ async def _serve(plan: _Plan, spec: ServerSpec, truth: TextIO | None) -> int:
     loop.add_signal_handler(signal.SIGTERM, stop, 0)
     loop.add_signal_handler(signal.SIGINT, stop, _INTERRUPTED)
     try:
-        async with shell:
-            if plan.until_stdin_closes:
-                loop.add_reader(sys.stdin.fileno(), _watch_stdin, stop)
-            _introduce(plan, server, shell)
-            either: set[asyncio.Future[Any]] = {stopped, shell.ended}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if stopped.done():
-                return stopped.result()
-            trouble: Trouble = shell.ended.result()
-            _say(f"the simulated server died: {trouble.value}; restart it with --restart-after S to go on")
-            return _DEAD
+        await shell.start()
+    except PlimsollError:
+        # Nothing ran: a truth about nothing is not to be in the way of the next try.
+        if plan.truth is not None:
+            plan.truth.unlink(missing_ok=True)
+        raise
+    try:
+        if plan.until_stdin_closes:
+            loop.add_reader(sys.stdin.fileno(), _watch_stdin, stop)
+        _introduce(plan, server, shell)
+        either: set[asyncio.Future[Any]] = {stopped, shell.ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            return stopped.result()
+        trouble: Trouble = shell.ended.result()
+        _say(f"the simulated server died: {trouble.value}; restart it with --restart-after S to go on")
+        return _DEAD
     finally:
+        await shell.stop()
         loop.remove_signal_handler(signal.SIGTERM)
         loop.remove_signal_handler(signal.SIGINT)
         if plan.until_stdin_closes:

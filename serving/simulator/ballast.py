@@ -14,6 +14,7 @@ from pathlib import Path
 __all__ = ["Ballast"]
 
 _PIECE_BYTES = 2**20
+_MOST = 2**62
 _PIECES_AT_ONCE = 4
 """Touching a MiB takes half a millisecond, more where the host is short, and the clock must not stand still for it."""
 _DESCRIPTORS_LEFT = 256
@@ -56,13 +57,14 @@ class Ballast:
 
     def follow(self, *, memory_bytes: float, descriptors: float, shared_bytes: float) -> bool:
         """Hold that much, rounded down; True when another call would bring it closer."""
+        # A leak that is fast enough is infinite.
+        memory, shared, opened = (int(min(amount, _MOST)) for amount in (memory_bytes, shared_bytes, descriptors))
         room = self.limit_bytes // _PIECE_BYTES
-        files = min(int(shared_bytes) // _PIECE_BYTES, room)
-        pieces = min(int(memory_bytes) // _PIECE_BYTES, room - files)
+        files = min(shared // _PIECE_BYTES, room)
+        pieces = min(memory // _PIECE_BYTES, room - files)
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _DESCRIPTORS_LEFT
-        handles = min(int(descriptors), max(0, allowed))
-        wanted = int(memory_bytes) // _PIECE_BYTES + int(shared_bytes) // _PIECE_BYTES
-        self.is_short = files + pieces < wanted or handles < int(descriptors)
+        handles = min(opened, max(0, allowed))
+        self.is_short = files + pieces < memory // _PIECE_BYTES + shared // _PIECE_BYTES or handles < opened
         while len(self._pieces) > pieces:
             self._pieces.pop().close()
         while len(self._descriptors) > handles:

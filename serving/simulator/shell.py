@@ -14,8 +14,11 @@ Beside the engine's paths there are `/dcgm/metrics` (the cards, as a DCGM export
 
 import asyncio
 import contextlib
+import errno
 import hmac
+import io
 import json
+import logging
 import math
 import random
 import socket
@@ -31,9 +34,10 @@ from pathlib import Path
 from typing import Any, Final, Self, TextIO
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from serving.clock import NS
-from serving.errors import ConfigError
+from serving.errors import ConfigError, PlimsollError, RecordError
 from serving.simulator.ballast import Ballast
 from serving.simulator.core import Flight
 from serving.simulator.dcgm import dcgm_page
@@ -46,7 +50,7 @@ from serving.simulator.server import SimulatedServer
 from serving.simulator.spec import Arrival, Finish, Snapshot, Step
 from serving.simulator.traffic import Traffic
 
-__all__ = ["DIALECTS", "Lateness", "SimulatorShell"]
+__all__ = ["DIALECTS", "Lateness", "SimulatorShell", "open_record"]
 
 DIALECTS: Final[Mapping[str, Dialect]] = {
     dialect.name: dialect for dialect in (VLLM_DIALECT, SGLANG_DIALECT, LLAMACPP_DIALECT)
@@ -64,6 +68,10 @@ _PULSE_SECONDS = 0.05
 _FLUSH_SECONDS = 0.5
 _BACKLOG = 512
 _BODY_LIMIT_BYTES = 64 * 2**20
+_HEADER_LIMIT_BYTES = 64 * 2**10
+_DOWN_LIMIT_SECONDS = 100 * 366 * 86400.0
+_ID_DIGITS = 18
+"""No id of a fault has more; Python refuses to read numbers of thousands of digits."""
 _UNSENT_LIMIT_BYTES = 256 * 1024
 """A reader that has so much still to read gets its tokens in larger frames, as a real engine's output queue does it."""
 _KEEP_ALIVE_SECONDS = 5.0
@@ -138,7 +146,7 @@ class SimulatorShell:
         port: TCP port; 0 takes a free one, which a restarted server then has again.
         speed: virtual seconds in one second.
         log: where to write the engine's log; overwritten.
-        api_key: bearer token that `/v1` asks for.
+        api_key: bearer token that the engine asks for, on the paths on which it does.
         allocate: really hold what leaks (see `ballast`).
         traffic: requests from elsewhere.
         reasoning_tokens: so many tokens of each answer come in the reasoning channel.
@@ -224,24 +232,37 @@ class SimulatorShell:
 
         Raises:
             ConfigError: the address cannot be listened on, or the log not be written.
+            RecordError: there is no room for the log.
         """
         loop = self._loop = asyncio.get_running_loop()
         self.ended = loop.create_future()
         self._holder = _hold(self.host, self.port)
-        self.port = self._holder.getsockname()[1]
+        self._address, self.port = self._holder.getsockname()[:2]
+        try:
+            await self._begin()
+        except PlimsollError:
+            self._holder.close()
+            if self._log is not None:
+                with contextlib.suppress(RecordError):
+                    self._log.close()
+            raise
+
+    async def _begin(self) -> None:
+        loop = self._loop
         if self._log_path is not None:
-            try:
-                self._log_path.parent.mkdir(parents=True, exist_ok=True)
-                self._log = self._log_path.open("w", encoding="utf-8", buffering=1)
-            except OSError as error:
-                self._holder.close()
-                raise ConfigError(f"cannot write the log {self._log_path}: {error.strerror or error}") from error
+            self._log = open_record(self._log_path, "w", "log")
+        complaints = logging.Logger("simulator")  # noqa: LOG001 - of this server's own, and in nobody's tree
+        complaints.addHandler(_Complaints(self._warn))
         self._http = web.Server(
             self._answer,
             request_factory=self._read_head,
             handler_cancellation=True,
             access_log=None,
             keepalive_timeout=_KEEP_ALIVE_SECONDS,
+            logger=complaints,
+            max_line_size=_HEADER_LIMIT_BYTES,
+            max_field_size=_HEADER_LIMIT_BYTES,
+            auto_decompress=False,
         )
         self._wall_s = loop.time()
         self._origin_ns = self.server.t_ns
@@ -279,11 +300,13 @@ class SimulatorShell:
             self._holder = None
         if self._ballast is not None:
             self._ballast.release()
-        if self._truth is not None and not self._truth.closed:
-            self._truth.flush()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        log, self._log = self._log, None
+        try:
+            if self._truth is not None and not self._truth.closed:
+                self._truth.flush()
+        finally:
+            if log is not None:
+                log.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -422,16 +445,19 @@ class SimulatorShell:
 
     async def _listen(self) -> None:
         assert self._http is not None  # noqa: S101 - start has made it
-        self._listener = await self._loop.create_server(
-            self._http, self.host, self.port, reuse_port=True, backlog=_BACKLOG
-        )
+        try:
+            self._listener = await self._loop.create_server(
+                self._http, self._address, self.port, reuse_port=True, backlog=_BACKLOG
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {self.url}: {error.strerror or error}") from error
 
     async def _listen_again(self) -> None:
         try:
             await self._listen()
-        except OSError as error:
+        except ConfigError as error:
             if not self.ended.done():
-                self.ended.set_exception(ConfigError(f"cannot listen on {self.url} again: {error.strerror or error}"))
+                self.ended.set_exception(error)
         finally:
             self._listening = None
 
@@ -527,7 +553,7 @@ class SimulatorShell:
             return _close(request)
         if path == "/dcgm/metrics":
             return self._reply(request, dcgm_page(snapshot))
-        if self._api_key is not None and path.startswith("/v1/") and not self._has_key(request):
+        if self._api_key is not None and self.dialect.asks_key(path) and not self._has_key(request):
             return self._reply(request, self.complain(Trouble.NO_KEY, path), path)
         if method == "POST" and path in GENERATION_PATHS:
             if not server.ready:
@@ -538,6 +564,8 @@ class SimulatorShell:
     async def _page(self, method: str, path: str, body: bytes, snapshot: Snapshot) -> Page:
         dialect, spec = self.dialect, self.spec
         page: Page | None = None
+        if method == "HEAD" and self.software is _Software.HTTPLIB:
+            method = "GET"
         if method == "GET" and path == "/metrics":
             conditions = self.server.conditions
             if conditions.metrics_delay_seconds:
@@ -553,8 +581,10 @@ class SimulatorShell:
             return page
         if not snapshot.ready:
             return self.complain(Trouble.LOADING, path)
-        known = path in GENERATION_PATHS or path == "/metrics"
-        return self.complain(Trouble.METHOD_NOT_ALLOWED if known else Trouble.NOT_FOUND, path)
+        page = dialect.page(path, spec, snapshot)
+        if path == "/metrics" or (page is not None and page.status != HTTPStatus.METHOD_NOT_ALLOWED):
+            return self.complain(Trouble.METHOD_NOT_ALLOWED, path, allow="GET")
+        return page or self.complain(Trouble.NOT_FOUND, path)
 
     async def _generate(self, request: web.BaseRequest, path: str, body: bytes) -> web.StreamResponse:
         server, now_ns = self.server, self.server.t_ns
@@ -612,12 +642,12 @@ class SimulatorShell:
         return (tokens, Finish.STOP) if tokens < asked.output_tokens else (asked.output_tokens, Finish.LENGTH)
 
     def _has_key(self, request: web.BaseRequest) -> bool:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
         return hmac.compare_digest(given, (self._api_key or "").encode())
 
-    def complain(self, trouble: Trouble, path: str) -> Page:
+    def complain(self, trouble: Trouble, path: str, **detail: str) -> Page:
         """An error in the engine's words."""
-        return self.dialect.complaint(trouble, self.spec, {"path": path})
+        return self.dialect.complaint(trouble, self.spec, {"path": path, **detail})
 
     def count(self, path: str, status: int) -> None:
         """Count an answer as the engine's own metrics do."""
@@ -629,7 +659,10 @@ class SimulatorShell:
             self.count(path, page.status)
         keeps_alive = request.keep_alive and not _closes(page.headers)
         if request.transport is not None:
-            request.transport.write(_page_bytes(page, self.software, keeps_alive=keeps_alive))
+            data = _page_bytes(page, self.software, keeps_alive=keeps_alive)
+            if request.method == "HEAD":
+                data = data[: len(data) - len(page.body)]
+            request.transport.write(data)
         return _Reply(keep_alive=keeps_alive)
 
     # ---- control
@@ -645,7 +678,7 @@ class SimulatorShell:
             document = json.loads(body) if body.strip() else {}
             if not isinstance(document, dict):
                 return _json(400, {"error": "the body must be a JSON object"})
-        except ValueError:
+        except (ValueError, RecursionError):
             return _json(400, {"error": "the body is not JSON"})
         try:
             if path == "/simulator/faults" and method == "POST":
@@ -674,7 +707,7 @@ class SimulatorShell:
         return _json(200, {"id": added, "fault": format_fault(fault)})
 
     def _remove_fault(self, text: str) -> Page:
-        if not text.isascii() or not text.isdigit():
+        if not text.isascii() or not text.isdigit() or len(text) > _ID_DIGITS:
             raise ConfigError(f"{text!r} is no fault's id; GET /simulator/state lists them")
         fault = self.server.plan.remove(int(text))
         self._poke()
@@ -682,8 +715,9 @@ class SimulatorShell:
 
     def _crash(self, document: Mapping[str, Any]) -> Page:
         seconds = document.get("down_seconds", 0.0)
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-            raise ConfigError(f"down_seconds {seconds!r}: give how long it is down, in virtual seconds")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _DOWN_LIMIT_SECONDS:
+            given = f"{seconds!r:.40}"
+            raise ConfigError(f"down_seconds {given}: give how long it is down, in virtual seconds, up to 100 years")
         self._loop.call_soon(self._go_down, float(seconds))
         return _json(200, {"down_seconds": float(seconds)})
 
@@ -738,6 +772,25 @@ class SimulatorShell:
                 "short": self._ballast.is_short,
             },
         }
+
+
+class _Complaints(logging.Handler):
+    """What aiohttp has to say: nothing of clients that speak no HTTP, and in one line what went wrong in here."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell it."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or isinstance(error, HttpProcessingError | OSError | PlimsollError | web.RequestPayloadError):
+            return
+        where = error.__traceback__
+        while where is not None and where.tb_next is not None:
+            where = where.tb_next
+        place = f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno}" if where is not None else "?"
+        self._tell(f"a request could not be answered: {type(error).__name__} at {place}; this is a fault of its own")
 
 
 class _Reply(web.StreamResponse):
@@ -1042,12 +1095,51 @@ def _seconds_between(start_ns: int | None, end_ns: int | None) -> float:
     return 0.0 if start_ns is None or end_ns is None else (end_ns - start_ns) / NS
 
 
+def open_record(path: Path, mode: str, what: str) -> TextIO:
+    """Open a file that is written to while the simulation goes on; its folder is made.
+
+    Args:
+        path: of the file.
+        mode: `w` overwrites, `x` never does.
+        what: it is, for people.
+
+    Raises:
+        ConfigError: it cannot be opened. What is written to it later raises `RecordError` when it cannot be kept.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        raw = _RecordFile(path, mode, what)
+    except OSError as error:
+        raise ConfigError(f"cannot write the {what} {path}: {error.strerror or error}") from error
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="replace", newline="\n")
+
+
+class _RecordFile(io.FileIO):
+    """A file that says what it is when it is full."""
+
+    def __init__(self, path: Path, mode: str, what: str) -> None:
+        super().__init__(path, mode)
+        self._told = f"cannot write the {what} {path}"
+
+    def write(self, data: Any, /) -> int:
+        """As it is for files.
+
+        Raises:
+            RecordError: the system cannot keep it.
+        """
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise RecordError(f"{self._told}: {error.strerror or error}; the simulation ends here") from error
+
+
 def _hold(host: str, port: int) -> socket.socket:
     """Take the port for as long as the shell lives: bound and not listening, so that a server that is down refuses.
 
     Raises:
         ConfigError: it cannot be had.
     """
+    holder: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as trial:
@@ -1056,13 +1148,16 @@ def _hold(host: str, port: int) -> socket.socket:
             trial.bind(address)
             address = trial.getsockname()
         holder = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
-    try:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(address)
-    except OSError as error:
-        holder.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
+    except (OSError, UnicodeError) as error:
+        if holder is not None:
+            holder.close()
+        reason = getattr(error, "strerror", None) or "this is no name of a host"
+        other = "--port" if isinstance(error, OSError) and error.errno in _PORT_ERRORS else "--host"
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another {other}") from None
     return holder
+
+
+_PORT_ERRORS = frozenset({errno.EADDRINUSE, errno.EACCES})

@@ -4,6 +4,7 @@ import argparse
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -180,6 +181,42 @@ def test_a_port_that_is_taken_is_told(capsys):
         port = taken.getsockname()[1]
         assert main(["simulate", "--port", str(port)]) == 2
     assert f"127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_a_start_that_failed_leaves_no_truth_in_the_way_of_the_next(capsys, tmp_path):
+    truth = tmp_path / "truth.jsonl"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["simulate", "--port", str(taken.getsockname()[1]), "--truth", str(truth)]) == 2
+    assert "another --port" in capsys.readouterr().err
+    assert not truth.exists()
+    assert main(["simulate", "--port", "0", "--log", "/dev/full", "--truth", str(truth)]) == 4
+    assert "cannot write the log /dev/full: No space left" in capsys.readouterr().err
+    assert not truth.exists()
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"intermediate_size": 128, "vocab_size": 99, "max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("flag", "content"), [("--truth", None), ("--settings", "model: hy3\n"), ("--model", json.dumps(LLAMA))]
+)
+def test_the_log_overwrites_nothing_that_is_read_or_kept(capsys, tmp_path, flag, content):
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    assert main(["simulate", "--port", "0", flag, str(file), "--log", f"{tmp_path}/../{tmp_path.name}/file"]) == 2
+    assert f"is what {flag} names" in capsys.readouterr().err
+
+
+def test_a_truth_for_which_there_is_no_room_ends_it_with_4_and_says_so(start, tmp_path):
+    child = start("--truth", str(tmp_path / "truth.jsonl"), "--background", "50/s,prompt=20,output=20")
+    resource.prlimit(child.process.pid, resource.RLIMIT_FSIZE, (4096, 4096))
+    out, err = child.process.communicate(timeout=20)
+    assert child.process.returncode == 4
+    message = f"cannot write the truth {tmp_path}/truth.jsonl: "
+    assert err.decode().splitlines()[-1].startswith(f"plimsoll: error: {message}")
+    assert json.loads(out)["error"]["message"].startswith(message)
 
 
 def test_flags_settings_and_defaults_make_the_server(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from serving.stream import Api
 
 __all__ = [
     "GENERATION_PATHS",
+    "MOST_CHOICES",
     "Invalid",
     "RawRequest",
     "compact",
@@ -38,6 +39,9 @@ wire_string = json.JSONEncoder(ensure_ascii=False).encode
 
 _JSON = "application/json"
 _DEFAULT_COMPLETION_TOKENS = 16
+
+MOST_CHOICES = 16_384
+"""`n` of one request, at most, counting that of each of its prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ def version_of(release: str) -> tuple[int, ...]:
 
 def json_page(document: Any, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> Page:
     """A page with one JSON document."""
-    return Page(status, compact(document).encode(), _JSON, tuple(headers))
+    return Page(status, compact(document).encode("utf-8", "replace"), _JSON, tuple(headers))
 
 
 def empty_page(status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> Page:
@@ -120,7 +124,8 @@ def read_body(api: Api, body: bytes) -> RawRequest | list[Invalid]:
         document = json.loads(body)
     except json.JSONDecodeError as fault:
         return [Invalid("json_invalid", f"body.{fault.pos}", "JSON decode error", "<dict of 0 items>", fault.msg)]
-    except (UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):
+        # Of text that is no UTF-8, nests too deeply, or has a number of thousands of digits.
         return [Invalid("json_invalid", "body.0", "JSON decode error", "<dict of 0 items>", "Expecting value")]
     if not isinstance(document, dict):
         message = "Input should be a valid dictionary or object to extract fields from"
@@ -150,6 +155,10 @@ class _Reader:
         model = self._document.get("model")
         if model is not None and not isinstance(model, str):
             self._fault("string_type", "model", "Input should be a valid string", model)
+        for name, string in (("messages" if api == "chat" else "prompt", text), ("model", model)):
+            if isinstance(string, str) and not _is_text(string):
+                message = "Input should be a valid string, unable to parse raw data as a unicode string"
+                self._fault("string_unicode", name, message, "")
         ignore_eos, stream = self._flag("ignore_eos"), self._flag("stream")
         options = self._document.get("stream_options")
         if options is not None and not isinstance(options, dict):
@@ -248,11 +257,27 @@ class _Reader:
             return bool(value)
         if value in (0, 1):
             return bool(value)
+        if isinstance(value, str) and value.lower() in _FLAGS:
+            return _FLAGS[value.lower()]
         self._fault("bool_type", name, "Input should be a valid boolean", value)
         return False
 
     def _fault(self, kind: str, name: str, message: str, given: Any) -> None:
         self._faults.append(Invalid(kind, f"body.{name}", message, _gist(given)))
+
+
+_FLAGS = dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True)
+_FLAGS |= dict.fromkeys(("0", "false", "f", "no", "n", "off"), False)
+"""Words that pydantic takes for a flag."""
+
+
+def _is_text(string: str) -> bool:
+    """Whether it can be written as UTF-8: JSON can name halves of characters that cannot."""
+    try:
+        string.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _gist(value: Any) -> str:

@@ -169,6 +169,10 @@ class Dialect(Protocol):
         """Answer to a POST that generates nothing (tokenise); None where the engine has no such path."""
         ...
 
+    def asks_key(self, path: str) -> bool:
+        """Whether a server that was started with an API key asks for it there."""
+        ...
+
     def metrics(self, spec: ServerSpec, snapshot: Snapshot, *, renamed: bool = False) -> Page:
         """The metrics page. `renamed`: as after an upgrade that renamed families without notice."""
         ...
@@ -194,7 +198,7 @@ class Dialect(Protocol):
         ...
 
     def complaint(self, trouble: Trouble, spec: ServerSpec, detail: Mapping[str, int | str] | None = None) -> Page:
-        """An error answer. `detail` may have `prompt_tokens`, `asked`, `model`, `path`, `message`."""
+        """An error answer. `detail` may have `prompt_tokens`, `asked`, `model`, `path`, `allow`, `message`."""
         ...
 
     def startup_log(self, spec: ServerSpec, t_ns: int, failure: StartFailure | None = None) -> list[LogLine]:
@@ -216,7 +220,7 @@ def tokenise(text: str, block_tokens: int, seed: int = 0) -> tuple[int, tuple[in
     state = seed.to_bytes(8)
     for start in range(0, len(words) - block_tokens + 1, block_tokens):
         state = hashlib.blake2b(
-            " ".join(words[start : start + block_tokens]).encode(), digest_size=8, key=state
+            " ".join(words[start : start + block_tokens]).encode("utf-8", "replace"), digest_size=8, key=state
         ).digest()
         hashes.append(int.from_bytes(state))
     return len(words), tuple(hashes)

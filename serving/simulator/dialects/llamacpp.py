@@ -1176,6 +1176,10 @@ class _LlamaCpp:
             tokens = [{"id": token, "piece": word} for token, word in zip(tokens, words, strict=True)]
         return _answer({"tokens": tokens})
 
+    def asks_key(self, path: str) -> bool:
+        """See `Dialect`. Only health and the models are open, metrics and slots are not."""
+        return path not in _MODEL_PATHS | {"/health", "/v1/health"}
+
     def metrics(self, spec: ServerSpec, snapshot: Snapshot, *, renamed: bool = False) -> Page:
         """The metrics page, or 503 while the model loads.
 

@@ -113,6 +113,8 @@ class SglangDialect:
             return _error(400, "Prompt cannot be empty", "BadRequestError")
         if raw.n < 1:
             return _error(400, f"n must be at least 1, got {raw.n}.", "BadRequestError")
+        if raw.n > asgi.MOST_CHOICES:
+            return _error(400, f"n must be at most {asgi.MOST_CHOICES}, got {raw.n}.", "BadRequestError")
         detail = {"prompt_tokens": tokens}
         if tokens >= spec.context_tokens:
             return self.complaint(Trouble.PROMPT_TOO_LONG, spec, detail)
@@ -159,6 +161,10 @@ class SglangDialect:
         if path in ("/v1/models", "/metrics"):
             return asgi.method_not_allowed("GET", _HEADERS)
         return None
+
+    def asks_key(self, path: str) -> bool:
+        """See `Dialect`."""
+        return not path.startswith(("/health", "/metrics"))
 
     # ---- metrics
 
@@ -270,14 +276,14 @@ class SglangDialect:
         return asgi.json_page(document, headers=_HEADERS)
 
     def complaint(self, trouble: Trouble, spec: ServerSpec, detail: Mapping[str, int | str] | None = None) -> Page:
-        """An error answer. `detail` may have `prompt_tokens`, `asked`, `model`, `message`."""
+        """An error answer. `detail` may have `prompt_tokens`, `asked`, `model`, `allow`, `message`."""
         given = detail or {}
         own = given.get("message")
         match trouble:
             case Trouble.NOT_FOUND:
                 return asgi.not_found(_HEADERS)
             case Trouble.METHOD_NOT_ALLOWED:
-                return asgi.method_not_allowed("POST", _HEADERS)
+                return asgi.method_not_allowed(str(given.get("allow", "POST")), _HEADERS)
             case Trouble.BAD_JSON:
                 reason = str(own or "Expecting value")
                 return _validation([Invalid("json_invalid", "body.0", "JSON decode error", "{}", reason)])

@@ -163,6 +163,8 @@ class VllmDialect:
             return self.complaint(Trouble.BAD_MAX_TOKENS, spec, {"asked": asked})
         if raw.n < 1:
             return _refusal(spec, f"n must be at least 1, got {raw.n}.", None)
+        if raw.n > asgi.MOST_CHOICES:
+            return _refusal(spec, f"n must be at most {asgi.MOST_CHOICES}, got {raw.n}.", None)
         return Asked(
             api=api,
             path=path,
@@ -207,6 +209,10 @@ class VllmDialect:
         tokens = [zlib.crc32(word.encode()) % 32_000 for word in raw.text.split()]
         document = {"count": len(tokens), "max_model_len": spec.context_tokens, "tokens": tokens, "token_strs": None}
         return asgi.json_page(document, headers=_HEADERS)
+
+    def asks_key(self, path: str) -> bool:
+        """See `Dialect`. Metrics and health are open to all."""
+        return path.startswith("/v1")
 
     # ---- metrics
 
@@ -349,14 +355,14 @@ class VllmDialect:
         return asgi.json_page(document, headers=_HEADERS)
 
     def complaint(self, trouble: Trouble, spec: ServerSpec, detail: Mapping[str, int | str] | None = None) -> Page:
-        """An error answer. `detail` may have `prompt_tokens`, `characters`, `asked`, `model`, `message`."""
+        """An error answer. `detail` may have `prompt_tokens`, `characters`, `asked`, `model`, `allow`, `message`."""
         given = detail or {}
         own = given.get("message")
         match trouble:
             case Trouble.NOT_FOUND:
                 return asgi.not_found(_HEADERS)
             case Trouble.METHOD_NOT_ALLOWED:
-                return asgi.method_not_allowed("POST", _HEADERS)
+                return asgi.method_not_allowed(str(given.get("allow", "POST")), _HEADERS)
             case Trouble.BAD_JSON:
                 reason = str(own or "Expecting value")
                 fault = Invalid("json_invalid", "body.0", "JSON decode error", "<dict of 0 items>", reason)

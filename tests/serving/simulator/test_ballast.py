@@ -30,6 +30,13 @@ def follow(ballast, memory=0.0, descriptors=0.0, shared=0.0):
         pass
 
 
+@pytest.mark.parametrize("amounts", [{"memory": float("inf")}, {"shared": float("inf")}, {"memory": 1e300}])
+def test_an_infinite_leak_holds_what_may_be_held(ballast, amounts):
+    follow(ballast, **amounts)
+    assert ballast.memory_bytes + ballast.shared_bytes == 64 * MIB
+    assert ballast.is_short
+
+
 def test_leaked_memory_is_anonymous_memory_of_the_process_until_it_is_given_back(ballast):
     before = anonymous_bytes()
     follow(ballast, memory=40.5 * MIB)

@@ -557,6 +557,9 @@ def test_fields_are_taken_as_leniently_as_pydantic_takes_them():
     body = {"prompt": ["a", "b"], "n": 2.0, "max_tokens": "7", "stream": 1, "ignore_eos": 0, "temperature": "0.5"}
     asked = VLLM_DIALECT.read_request(TEXT, json.dumps(body).encode(), SPEC)
     assert (asked.choices, asked.output_tokens, asked.stream, asked.ignore_eos) == (4, 7, True, False)
+    body = {"prompt": "a", "stream": "True", "ignore_eos": "off"}
+    asked = VLLM_DIALECT.read_request(TEXT, json.dumps(body).encode(), SPEC)
+    assert (asked.stream, asked.ignore_eos) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -579,6 +582,12 @@ def test_fields_are_taken_as_leniently_as_pydantic_takes_them():
         (CHAT, b'{"messages": "a"}', 400),
         (CHAT, b'{"messages": ["a"]}', 400),
         (CHAT, b'{"messages": [{"content": "a"}], "temperature": [1]}', 400),
+        (TEXT, b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", 400),
+        (TEXT, b'{"prompt": "a \\ud800"}', 400),
+        (TEXT, b'{"prompt": "a", "model": "\\ud800"}', 400),
+        (TEXT, b'{"prompt": "a", "temperature": "\\ud800"}', 400),
+        (CHAT, b'{"messages": [{"role": "\\ud800", "content": "a"}]}', 400),
+        (TEXT, b'{"prompt": "a", "n": 16385}', 400),
         ("/tokenise", b"{}", 404),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -16,11 +17,11 @@ from monitor.gpu import DcgmReader
 from monitor.http import converse, open_session
 from serving.clock import NS
 from serving.engines import ENGINES, Reading, probe, scrape, startup_facts
-from serving.errors import ConfigError
+from serving.errors import ConfigError, RecordError
 from serving.simulator.dialects.base import Trouble
 from serving.simulator.faults import FaultPlan, parse_fault
 from serving.simulator.server import SimulatedServer
-from serving.simulator.shell import DIALECTS, SimulatorShell, _is_local
+from serving.simulator.shell import DIALECTS, SimulatorShell, _is_local, open_record
 from serving.simulator.spec import Finish, MemoryPlan, OnFull, Policy, ServerSpec, Work
 from serving.simulator.traffic import parse_traffic
 from serving.simulator.truth import TruthWriter, read_truth
@@ -371,15 +372,75 @@ async def test_what_cannot_be_answered_is_refused_in_the_engines_words(
     assert simulation.server.http[path, status] == 1
 
 
-@engines
-async def test_a_key_is_asked_for_and_never_repeated(simulate, engine):
+@pytest.mark.parametrize(
+    ("engine", "guarded", "free"),
+    [
+        ("vllm", ["/v1/models"], ["/health", "/metrics", "/version"]),
+        ("sglang", ["/v1/models", "/get_server_info"], ["/health", "/metrics"]),
+        ("llamacpp", ["/metrics", "/slots", "/props"], ["/health", "/v1/models"]),
+    ],
+)
+async def test_a_key_is_asked_for_where_the_engine_asks_and_never_repeated(simulate, engine, guarded, free):
     simulation = await simulate(make_spec(engine), api_key="s3cret")
-    for headers in ((), ("Authorization: Bearer wrong",)):
-        status, _, body = await call(simulation, "GET", "/v1/models", headers=headers)
-        assert status == 401
-        assert b"s3cret" not in body
-    assert (await call(simulation, "GET", "/v1/models", headers=("Authorization: Bearer s3cret",)))[0] == 200
-    assert (await call(simulation, "GET", "/health"))[0] == 200
+    for path in guarded:
+        for headers in ((), ("Authorization: Bearer wrong",), ("Authorization: Bearer s3\u00e9cret",)):
+            status, _, body = await call(simulation, "GET", path, headers=headers)
+            assert status == 401
+            assert b"s3cret" not in body
+        assert (await call(simulation, "GET", path, headers=("Authorization: Bearer s3cret",)))[0] == 200
+    for path in free:
+        assert (await call(simulation, "GET", path))[0] == 200
+    assert (await call(simulation, "POST", "/v1/completions", generation("completions", stream=False)))[0] == 401
+    assert (await control(simulation, "GET", "state"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("engine", "method", "path", "status", "allow"),
+    [
+        ("vllm", "HEAD", "/health", 405, "GET"),
+        ("vllm", "DELETE", "/metrics", 405, "GET"),
+        ("vllm", "PUT", "/v1/chat/completions", 405, "POST"),
+        ("vllm", "PUT", "/nowhere", 404, None),
+        ("sglang", "POST", "/health", 405, "GET"),
+        ("llamacpp", "HEAD", "/health", 200, None),
+        ("llamacpp", "PUT", "/health", 404, None),
+    ],
+)
+async def test_a_path_under_another_method_says_which_it_has_and_a_head_has_no_body(
+    simulate, engine, method, path, status, allow
+):
+    simulation = await simulate(make_spec(engine))
+    client = await Client.open(simulation.shell)
+    client.send(method, path, headers=("Connection: close",))
+    head, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
+    assert int(head.split()[1]) == status
+    assert (b"\r\nallow: " + (allow or "").encode() in head) == (allow is not None)
+    assert (body == b"") == (method == "HEAD")
+
+
+async def test_what_is_no_http_is_refused_without_a_word_to_people(simulate):
+    simulation = await simulate()
+    for raw in (b"\x16\x03\x01\x02\x00\r\n\r\n", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n"):
+        client = await Client.open(simulation.shell)
+        client.writer.write(raw)
+        assert b" 400 " in await client.reader.read()
+    packed = ("Content-Encoding: gzip",)
+    status, headers, _ = await call(simulation, "POST", "/v1/completions", b"no gzip", headers=packed)
+    assert (status, headers["server"]) == (400, "uvicorn")
+    assert simulation.told == []
+
+
+async def test_a_fault_of_the_simulator_is_told_in_one_line(simulate, monkeypatch):
+    simulation = await simulate()
+    monkeypatch.setattr(type(simulation.shell.dialect), "page", lambda *_: 1 / 0)
+    assert (await call(simulation, "GET", "/version"))[0] == 500
+    assert len(simulation.told) == 1
+    assert "ZeroDivisionError at test_shell.py" in simulation.told[0]
+
+
+async def test_a_long_header_is_taken(simulate):
+    simulation = await simulate()
+    assert (await call(simulation, "GET", "/health", headers=(f"Cookie: {'x' * 30_000}",)))[0] == 200
 
 
 async def test_above_the_queue_limit_requests_are_refused(simulate):
@@ -671,6 +732,11 @@ async def test_faults_are_switched_on_and_off_at_run_time(simulate):
         ("DELETE", "faults/x", None, "'x'"),
         ("POST", "crash", {"down_seconds": -1}, "-1"),
         ("POST", "crash", {"down_seconds": "1"}, "'1'"),
+        ("POST", "crash", {"down_seconds": 1e300}, "100 years"),
+        ("POST", "crash", {"down_seconds": 10**400}, "100 years"),
+        ("POST", "crash", b"[" * 100_000, "JSON"),
+        ("POST", "crash", b"9" * 5000, "JSON"),
+        ("DELETE", f"faults/{'9' * 5000}", None, "no fault's id"),
         ("GET", "nothing", None, "GET /simulator/state"),
         ("POST", "state", {}, "GET"),
     ],
@@ -766,6 +832,24 @@ async def test_a_port_that_is_taken_is_refused(simulate):
     simulation = await simulate()
     with pytest.raises(ConfigError, match="another --port"):
         await simulate(port=simulation.shell.port)
+
+
+async def test_an_address_that_is_none_of_this_hosts_is_refused(simulate):
+    for host in ("192.0.2.1", "no.such.host.invalid", "x" * 300):
+        with pytest.raises(ConfigError, match="another --host"):
+            await simulate(host=host)
+
+
+async def test_a_full_disk_ends_the_simulation_and_says_what_could_not_be_written(simulate):
+    with pytest.raises(RecordError, match="cannot write the log /dev/full"):
+        await simulate(log=Path("/dev/full"))
+    stream = open_record(Path("/dev/full"), "w", "truth")
+    stream.write("x")
+    for _ in range(2):
+        with pytest.raises(RecordError, match="cannot write the truth /dev/full: No space left"):
+            stream.flush()
+    with pytest.raises(RecordError):
+        stream.close()
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
