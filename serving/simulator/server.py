@@ -310,6 +310,8 @@ class SimulatedServer:
                 self._freeze(conditions)
                 exhausted = math.isfinite(left_ns) and self.memory.exhausted(running, conditions)
             self._now_ns = target_ns
+            if self.truth is not None:
+                self._tell_faults(target_ns)
             if exhausted:
                 self.die(Trouble.OUT_OF_MEMORY)
             if self._down_until_ns is not None and self._now_ns >= self._down_until_ns:
@@ -321,10 +323,8 @@ class SimulatedServer:
                     self._live(event)
             elif self._now_ns >= t_ns:
                 self._life_s = max(self._life_s, self._seconds(t_ns))
-        if self.truth is not None:
-            self._tell_faults(t_ns)
-            if self._now_ns - self._told_leaks_ns >= NS:
-                self._tell_leaks()
+        if self.truth is not None and self._now_ns - self._told_leaks_ns >= NS:
+            self._tell_leaks()
 
     def _live(self, event: LifeEvent) -> None:
         self._release_bytes += event.memory_bytes

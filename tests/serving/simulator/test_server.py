@@ -493,3 +493,13 @@ def test_every_running_request_is_in_a_slot_whatever_ran_before():
     view = server.snapshot()
     assert [slot.task_id for slot in view.slots if slot.is_processing] == [5]
     assert view.running == 1
+
+
+def test_the_truth_tells_a_fault_before_the_restart_that_it_came_before():
+    text = serve("crash=1s,start=5s", "step_slowdown=2,start=5.5s", "frozen_gauges,start=6s", seconds=10, traffic=None)[
+        1
+    ]
+    told = [json.loads(line) for line in text.splitlines()]
+    moments = [(line.get("event") or line["start"])[0] - T0 for line in told]
+    assert moments == [0, 5 * NS, 5 * NS + NS // 2, 6 * NS, 6 * NS]
+    assert report(text).problems == {}
