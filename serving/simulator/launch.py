@@ -51,6 +51,8 @@ _LOGIT_BYTES: Final = 10
 _LOAD_BYTES_PER_SECOND: Final = 3e9
 """From a local disk."""
 
+_NULL_BLOCK_COUNTED: Final = (0, 32)
+"""The first vLLM that is imitated here whose check of the pool leaves out the null block."""
 _LIVE_COUNTERS: Final = (0, 5, 6)
 """The first SGLang that counts tokens as they come."""
 _KV_BITS: Final[Mapping[str, float]] = MappingProxyType(
@@ -265,6 +267,8 @@ def launch(
     ):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
+    if habits.is_ggml and block_tokens not in (None, 1):
+        raise ConfigError(f"block_tokens is {block_tokens}; the KV cache of {engine} has cells of one token each")
     which = find_card(card) if isinstance(card, str) else card
     split = _split(habits, shape, asked, cards)
     kv_name = (asked.kv_cache_dtype or "auto").lower()
@@ -370,8 +374,10 @@ def _vllm(start: _Launch) -> ServerSpec:
     room = int(start.usable_bytes * utilization) - start.weights_bytes - fixed
     room -= start.activation_token_bytes * budget + request_bytes * batch
     fits = max(0, room) // (size * start.kv_token_bytes)
-    override = start.kv_blocks or ((start.kv_tokens or 0) // size) or None
-    blocks = override or fits
+    override = start.kv_blocks
+    if override is None and start.kv_tokens is not None:
+        override = start.kv_tokens // size
+    blocks = fits if override is None else override
     # The log repeats what is not the default.
     settings: dict[str, str | int | float | bool | None] = {}
     if start.split.tensor > 1:
@@ -384,7 +390,7 @@ def _vllm(start: _Launch) -> ServerSpec:
         settings["gpu_memory_utilization"] = utilization
     if start.kv_bits != 16:
         settings["kv_cache_dtype"] = start.kv_type
-    if override:
+    if override is not None:
         settings |= {"num_gpu_blocks_override": override, "num_gpu_blocks_profiled": fits}
 
     def spec(kv_blocks: int) -> ServerSpec:
@@ -411,13 +417,15 @@ def _vllm(start: _Launch) -> ServerSpec:
             f"raise gpu_memory_utilization, lower max_num_batched_tokens ({budget}), or use fewer bits per weight",
             spec(0),
         )
-    if blocks * size < start.context_tokens:
+    # Older releases forget the null block here; a request of full length then waits for it for ever.
+    kept = 1 if _version(start.release) >= _NULL_BLOCK_COUNTED else 0
+    if (blocks - kept) * size < start.context_tokens:
         raise start.fail(
             StartFailure.KV_BELOW_ONE_REQUEST,
             f"one request of max_model_len {start.context_tokens} needs "
             f"{_gib(start.context_tokens * start.kv_token_bytes)} of KV cache on each card, and "
-            f"{_gib(blocks * size * start.kv_token_bytes)} are there, enough for {blocks * size} tokens; "
-            "lower max_model_len",
+            f"{_gib(blocks * size * start.kv_token_bytes)} are there, enough for {max(0, blocks - kept) * size} "
+            "tokens; lower max_model_len",
             spec(blocks),
         )
     return spec(blocks)
@@ -437,7 +445,11 @@ def _sglang(start: _Launch) -> ServerSpec:
     free = start.usable_bytes - fixed
     room = int(free * fraction) - start.weights_bytes
     fits = max(0, room) // (size * start.kv_token_bytes)
-    blocks = start.kv_blocks or min(fits, (start.kv_tokens or fits * size) // size)
+    asked = start.kv_blocks
+    if asked is None and start.kv_tokens is not None:
+        # SGLang takes the smaller of what was asked for and what memory allows.
+        asked = min(fits, start.kv_tokens // size)
+    blocks = fits if asked is None else asked
     tokens = blocks * size
     estimate = min(max(tokens * 512 // start.context_tokens, 2048), 4096)
     batch = max(1, min(start.max_batch or estimate, tokens // 2))
@@ -474,6 +486,12 @@ def _sglang(start: _Launch) -> ServerSpec:
         )
 
     start.check_weights(free, spec(0))
+    if fits and not blocks:
+        raise start.fail(
+            StartFailure.NO_KV_CACHE,
+            f"a KV cache of {start.kv_tokens} tokens is less than one block of {size}; make it larger",
+            spec(0),
+        )
     if not fits or blocks > fits:
         raise start.fail(
             StartFailure.NO_KV_CACHE,
@@ -534,8 +552,8 @@ def _llamacpp(start: _Launch) -> ServerSpec:
             max_batch=slots,
             context_tokens=max(1, wanted),
             token_budget=batch_tokens,
-            block_tokens=start.block_tokens or 1,
-            kv_blocks=cells // (start.block_tokens or 1),
+            block_tokens=1,
+            kv_blocks=cells,
             workspace_bytes=fixed + _DRIVER_BYTES,
             start_seconds=1.0,
             policy=Policy(on_full=OnFull.FAIL, partitioned=partitioned, counts_at_finish=True),

@@ -158,10 +158,11 @@ def test_a_context_above_the_pool_keeps_vllm_from_starting():
     told = failure("vllm", model="llama-3.1-8b", card="4090")
     assert told.failure is StartFailure.KV_BELOW_ONE_REQUEST
     assert "max_model_len 131072 needs 16.00 GiB" in str(told)
-    fits = told.spec.kv_capacity_tokens
+    # One block is nobody's.
+    fits = told.spec.kv_capacity_tokens - 16
     assert f"enough for {fits} tokens" in str(told)
-    assert launch("vllm", model="llama-3.1-8b", card="4090", context_tokens=fits).kv_capacity_tokens == fits
-    assert failure("vllm", model="llama-3.1-8b", card="4090", context_tokens=fits + 1).spec.kv_blocks == fits // 16
+    assert launch("vllm", model="llama-3.1-8b", card="4090", context_tokens=fits).kv_capacity_tokens == fits + 16
+    assert failure("vllm", model="llama-3.1-8b", card="4090", context_tokens=fits + 1).spec.kv_blocks == fits // 16 + 1
 
 
 def test_too_small_a_share_of_the_card_leaves_no_cache():
@@ -183,12 +184,12 @@ def test_weights_above_the_card_are_told_with_both_numbers():
 
 
 def test_blocks_can_be_given_and_must_fit():
-    spec = launch("vllm", model="qwen2.5-7b", card="4090", kv_blocks=128, context_tokens=2048)
-    assert spec.kv_blocks == 128
-    assert spec.settings["num_gpu_blocks_override"] == 128
+    spec = launch("vllm", model="qwen2.5-7b", card="4090", kv_blocks=129, context_tokens=2048)
+    assert spec.kv_blocks == 129
+    assert spec.settings["num_gpu_blocks_override"] == 129
     assert spec.settings["num_gpu_blocks_profiled"] > 5000
-    assert spec.memory.kv_cache_bytes == 128 * 16 * 57_344
-    few = failure("vllm", model="qwen2.5-7b", card="4090", kv_blocks=127, context_tokens=2048)
+    assert spec.memory.kv_cache_bytes == 129 * 16 * 57_344
+    few = failure("vllm", model="qwen2.5-7b", card="4090", kv_blocks=128, context_tokens=2048)
     assert few.failure is StartFailure.KV_BELOW_ONE_REQUEST
     many = failure("vllm", model="qwen2.5-7b", card="4090", kv_blocks=10**6)
     assert many.failure is StartFailure.NO_KV_CACHE
@@ -423,3 +424,32 @@ def test_readiness_waits_for_the_weights():
 def test_the_model_may_be_a_shape():
     shape = read_model("qwen2.5-7b")
     assert launch("vllm", model=shape, card="h100").model == "qwen2.5-7b"
+
+
+# ---- what was asked for, to the last block
+
+
+@pytest.mark.parametrize(("release", "starts"), [("0.20.2", True), ("0.32.0", False), ("0.33.0", False)])
+def test_vllm_counts_its_null_block_where_the_release_does(release, starts):
+    """An older release starts with exactly one request's blocks, of which one is nobody's, and hangs on the request."""
+    options = {"model": "qwen2.5-7b", "card": "4090", "release": release, "context_tokens": 1024}
+    if starts:
+        assert launch("vllm", kv_blocks=64, **options).kv_blocks == 64
+    else:
+        assert failure("vllm", kv_blocks=64, **options).failure is StartFailure.KV_BELOW_ONE_REQUEST
+    assert launch("vllm", kv_blocks=65, **options).kv_blocks == 65
+
+
+def test_a_pool_below_one_block_is_not_taken_for_none_asked():
+    asked = settings(kv_cache_capacity_tokens=8, max_model_len=8)
+    told = failure("vllm", model="qwen2.5-7b", card="4090", settings=asked)
+    assert told.failure is StartFailure.KV_BELOW_ONE_REQUEST
+    told = failure("sglang", model="qwen2.5-7b", card="4090", settings=asked, block_tokens=64)
+    assert told.failure is StartFailure.NO_KV_CACHE
+    assert "8 tokens is less than one block of 64" in str(told)
+
+
+def test_llama_cpp_has_cells_of_one_token():
+    assert launch("llamacpp", model="qwen2.5-7b", card="4090", kv_blocks=1000, block_tokens=1).kv_blocks == 1000
+    with pytest.raises(ConfigError, match="cells of one token"):
+        launch("llamacpp", model="qwen2.5-7b", card="4090", kv_blocks=1000, block_tokens=16)
