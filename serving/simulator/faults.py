@@ -279,6 +279,10 @@ class Fault:
         if self.share != 1.0 and (not kind.has_share or kind.unit is Unit.SHARE):
             raise ConfigError(f"fault {self.name}: has no share beside its value")
         _check(f"fault {self.name}: start", self.start_s, Unit.SECONDS, 0.0, math.inf)
+        if _MOST < self.end_s < math.inf:
+            raise ConfigError(
+                f"fault {self.name}: end is {self.end_s:g}s, and no more than {_MOST:g}s can be; leave it out"
+            )
         if not self.end_s > self.start_s:
             raise ConfigError(f"fault {self.name}: end {self.end_s:g}s must come after start {self.start_s:g}s")
         for name, value in self.options.items():
@@ -891,9 +895,14 @@ def _plain(value: float) -> str:
     return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
 
 
+_MOST = 1e18
+"""Of anything: what is made of it, in nanoseconds, can still be reckoned with."""
+
+
 def _check(where: str, value: float, unit: Unit, minimum: float, maximum: float) -> None:
-    if not math.isfinite(value) or not minimum <= value <= maximum:
+    if not math.isfinite(value) or not minimum <= value <= min(maximum, _MOST):
         limits = f"{minimum:g} to {maximum:g}" if maximum != math.inf else f"{minimum:g} or more"
+        limits += f", and no more than {_MOST:g}" if value > _MOST else ""
         raise ConfigError(f"{where} is {value:g}; it must be {limits} ({unit})")
     if unit is Unit.WHOLE and value != int(value):
         raise ConfigError(f"{where} is {value:g}; it must be a whole number")
