@@ -358,7 +358,12 @@ class RestartCuredIt(_Patient):
                 open_because = "too little was sampled around the restart"
                 continue
             judged = True
-            beside = [event for event in events if event.kind != "restart" and before[0] <= event.t_ns <= after[1]]
+            beside = [
+                event
+                for event in events
+                # That the server was away meanwhile is the restart itself.
+                if event.kind not in ("restart", "up", "down") and before[0] <= event.t_ns <= after[1]
+            ]
             findings += [self._finding(gain, restart, beside, t_ns) for gain in gains if gain.better]
         if findings:
             return Look(Sight.PRESENT, tuple(findings))

@@ -223,12 +223,14 @@ class TestRestartCuredIt:
         assert look.sight is (Sight.PRESENT if signals else Sight.ABSENT), fact
 
     def test_a_finding_compares_before_and_after_and_names_a_deploy_beside_it(self):
-        past = self.past(1000, 700, events=[Event(HOUR - MINUTE, "deploy", "v2")])
+        away = [Event(HOUR - MINUTE, "down", "refused"), Event(HOUR, "up", "answers")]
+        past = self.past(1000, 700, events=[Event(HOUR - MINUTE, "deploy", "v2"), *away])
         (finding,) = self.rule.look(past, 2 * HOUR).findings
         assert dict(finding.figures)["before"] == 1000 * MIB
         assert dict(finding.figures)["after"] == 700 * MIB
         assert "(-30%)" in finding.evidence
         assert "deploy 'v2' fell into the same time" in finding.evidence
+        assert finding.evidence.count("fell into") == 1
 
     def test_it_waits_for_the_half_hour_after(self):
         look = self.rule.look(self.past(1000, 700), HOUR + 34 * MINUTE)
