@@ -3,7 +3,8 @@
 The load line is the largest closed-loop concurrency that *held*: in a settled stage the median of running requests
 equals what was offered, waiting averages below half a request (admission takes one engine step; a queue is more),
 nothing was preempted, and requests did not fail. It is refined by bisection between the last stage that held and the
-first that did not, so it is exact to one request.
+first that did not, so it is exact to one request. A stage that is merely short of running requests, while none waits,
+has some on their way between client and engine; it held all the same if a larger offer ran as many at once.
 
 With a configured limit N the stages are 25, 50, 75 and 100 % of N, then N + k (k = max(2, 10 % of N)): if that holds
 too, the limit is not in effect. The first stage that does not hold sends the search to N itself, to show what
@@ -262,17 +263,17 @@ class LoadLineSearch:
         self._repeated.add(offered)
 
     def _is_weak(self, seen: StageObservation) -> bool:
-        if did_hold(seen)[0] or not seen.answered or _queues(seen):
-            return False
         slots = self._slots_in_effect(seen)
-        if slots is not None and seen.running_p50 is not None and seen.running_p50 >= slots:
-            return False
-        return not (
-            seen.preemptions
-            or seen.kv_full_errors
-            or seen.out_of_memory_errors
-            or seen.failed_ratio > FAILURE_TOLERANCE_RATIO
-        )
+        all_run = slots is not None and seen.running_p50 is not None and seen.running_p50 >= slots
+        return _is_short(seen) and not all_run
+
+    def _held(self, offered: int) -> bool:
+        """Whether a stage held by its own account, or was merely short where a larger offer ran as many at once."""
+        seen = self.seen[offered]
+        if did_hold(seen)[0]:
+            return True
+        larger = (more.running_p50 or 0.0 for more in self.seen.values() if more.offered > offered)
+        return _is_short(seen) and max(larger, default=0.0) >= offered
 
     def _slots_in_effect(self, *more: StageObservation) -> int | None:
         """The known number of slots, unless more than that ran at once: then it is not what the server goes by."""
@@ -308,10 +309,12 @@ class LoadLineSearch:
         if self.limit is None:
             return self._double()
         _, high = self._bracket()
+        at_limit = self.seen.get(self.limit)
+        is_short = at_limit is not None and _is_short(at_limit)
         for offered in self._ramp:
             if offered in self.seen:
                 continue
-            if high is not None and offered != self.limit:
+            if high is not None and offered != self.limit and not (is_short and offered > self.limit):
                 continue
             if offered > self.limit:
                 return StageSpec(str(offered), offered, "over")
@@ -328,8 +331,7 @@ class LoadLineSearch:
         return StageSpec(str(offered), offered, "double")
 
     def _bracket(self) -> tuple[int, int | None]:
-        held = [offered for offered, seen in self.seen.items() if did_hold(seen)[0]]
-        low = max(held, default=0)
+        low = max(filter(self._held, self.seen), default=0)
         high = min((offered for offered in self.seen if offered > low), default=None)
         return low, high
 
@@ -382,7 +384,7 @@ class LoadLineSearch:
         in_effect = all(self.limit is None or (most or 0.0) <= self.limit for most in beyond) if beyond else None
         bound_by, evidence, next_step = self._explain(low, high)
         notes = []
-        unstable = sorted(o for o, seen in self.seen.items() if o < low and not did_hold(seen)[0])
+        unstable = sorted(offered for offered in self.seen if offered < low and not self._held(offered))
         if unstable:
             notes.append(f"{', '.join(map(str, unstable))} did not hold although {low} did: the server is unstable")
         return LoadLine(self.limit, measured, bound_by, evidence, next_step, in_effect, slo, tuple(notes))
@@ -425,7 +427,8 @@ class LoadLineSearch:
         if held is None:
             return BoundBy.UNKNOWN, "no stage held", "look at the first stage's errors"
         evidence = _evidence(held, None)
-        if self._stopped_growing():
+        flat_from = self._flat_from(held.offered) if self.limit is None else None
+        if self._stopped_growing() or (flat_from is not None and 4 * flat_from <= held.offered):
             return BoundBy.COMPUTE, evidence + "; tokens/s no longer grows", "more concurrency only adds latency here"
         if self.limit is not None and held.offered > self.limit:
             return (
@@ -452,7 +455,10 @@ class LoadLineSearch:
             # does not show it yet (llama.cpp takes a request in only between two decode calls).
             return BoundBy.BATCH_SLOTS
         # A queue of less than one request on average is easily missed by sampling; a larger offer shows it.
-        queued = any(seen.offered >= failing.offered and _queues(seen) for seen in self.seen.values())
+        larger = [seen for seen in self.seen.values() if seen.offered >= failing.offered]
+        if _is_short(failing) and any(seen.preemptions or seen.kv_full_errors for seen in larger):
+            return BoundBy.KV_CACHE
+        queued = any(_queues(seen) for seen in larger)
         most = max((max(seen.running, default=0.0) for seen in self.seen.values()), default=0.0)
         if queued and running >= most and self.slots is None:
             # No stage ever ran more at once, whatever was offered: a limit that nobody told us of, unless memory is it.
@@ -489,6 +495,21 @@ class LoadLineSearch:
                 "or on their way; give the front end more CPU, or the requests more tokens"
             )
         return "run again with longer stages"
+
+
+def _is_short(seen: StageObservation) -> bool:
+    """Whether all that speaks against a stage is that fewer ran than were offered: nothing queued, nothing failed."""
+    return bool(
+        is_judged(seen)
+        and not did_hold(seen)[0]
+        and seen.answered
+        and not _queues(seen)
+        and not seen.server_died
+        and not seen.preemptions
+        and not seen.kv_full_errors
+        and not seen.out_of_memory_errors
+        and seen.failed_ratio <= FAILURE_TOLERANCE_RATIO
+    )
 
 
 def _queues(seen: StageObservation) -> bool:

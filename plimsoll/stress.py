@@ -206,6 +206,8 @@ class _StressRun:
         self.policy = StagePolicy()
         self.pacer: StagePacer | None = None
         self.in_flight = 0
+        self.draining = False
+        """No request is in flight any more: that none succeeds says nothing of the server."""
         self.interrupted = False
         self.log_bytes = 0
         """Length of the server's log when the run began."""
@@ -479,7 +481,7 @@ class _StressRun:
         silent = (now_ns - max(evidence.t_last_good_ns, evidence.t_traffic_ns)) / NS
         if evidence.refused_ticks >= REFUSED_TICKS:
             evidence.ending.server_died = "it refuses connections"
-        elif silent >= max(SILENT_SECONDS, 3 * evidence.e2e_max_seconds):
+        elif not self.draining and silent >= max(SILENT_SECONDS, 3 * evidence.e2e_max_seconds):
             failure = evidence.ticks[-1].failure
             evidence.ending.server_died = f"no scrape and no request succeeded for {silent:.0f} s ({failure})"
         else:
@@ -499,6 +501,7 @@ class _StressRun:
     async def _watch_drain(self) -> None:
         """Wait until the server is idle again, then a little longer, and note what it looks like."""
         began_ns = self.clock.now_ns()
+        self.draining = True
         if self.evidence.ending.early:
             # Not a drain, but the server's counters as of now: without them its tokens do not compare with ours.
             until_ns = began_ns + round(LAST_LOOK_SECONDS * NS)
