@@ -11,7 +11,7 @@ from monitor.http import parse_url
 from plimsoll.rehearsal import LeapingClock, Rehearsal
 from plimsoll.watch import WatchConfig, WatchTarget
 from serving.clock import NS
-from serving.signals import SIGNALS, Kind, Series, continuous
+from serving.signals import SIGNALS, Kind, Series, continuous, increase
 from serving.simulator.dialects.vllm import VLLM_DIALECT
 from serving.simulator.faults import FaultPlan, parse_fault
 from serving.simulator.fluid import FluidServer
@@ -130,11 +130,28 @@ class Rehearsed:
             series = continuous(series)
         return [self.hour(t_ns) for t_ns in series.t_ns], list(series.values)
 
-    def slope(self, signal: str, since_h: float = 0.0, until_h: float = 1e6, *, per: str | None = None) -> float:
-        """Least squares of a signal against hours, or against another signal."""
+    def slope(
+        self,
+        signal: str,
+        since_h: float = 0.0,
+        until_h: float = 1e6,
+        *,
+        per: str | None = None,
+        beside: str | None = None,
+    ) -> float:
+        """Least squares of a signal against hours or against another signal, with a third held the same."""
         hours, values = self.points(signal, since_h, until_h)
         base = hours if per is None else self.points(per, since_h, until_h)[1]
+        if beside is not None:
+            # Frisch and Waugh: what the third signal explains is taken out of both.
+            load = self.points(beside, since_h, until_h)[1]
+            base, values = _without(load, base), _without(load, values)
         return statistics.linear_regression(base, values).slope
+
+    def mean(self, histogram: str, since_h: float, until_h: float) -> float:
+        """Mean of what a histogram counted in that time."""
+        total, count = (increase(self.read(f"{histogram}_{part}", since_h, until_h)) for part in ("sum", "count"))
+        return total / count
 
     # ---- what was said
 
@@ -165,3 +182,8 @@ class Rehearsed:
     def events(self, kind: str) -> list[float]:
         """Hours of the events of a kind."""
         return [self.hour(event.t_ns) for event in self.rehearsal.events if event.kind == kind]
+
+
+def _without(load: list[float], values: list[float]) -> list[float]:
+    slope, floor = statistics.linear_regression(load, values)
+    return [value - slope * at - floor for value, at in zip(values, load, strict=True)]
