@@ -51,6 +51,9 @@ def check(evidence: Evidence, line: LoadLine) -> list[Check]:
     checks.append(compare("requests_end", unended, "<=", UNFINISHED_TOLERANCE_RATIO, "of requests cut", samples=issued))
     idle = evidence.drain
     left = None if idle.running is None or idle.waiting is None else idle.running + idle.waiting
+    if left and evidence.still_gauges_seconds() is not None:
+        checks.append(compare("queue_drains", None, "==", 0, "requests", samples=1))
+        return checks
     checks.append(compare("queue_drains", left, "==", 0, "requests", samples=1))
     above = _kv_above_idle(evidence)
     if above is not None:
@@ -143,7 +146,16 @@ def find(evidence: Evidence, line: LoadLine, t_ns: int) -> list[Finding]:
             "start the server with the limit that you mean",
         )
     left = (drain.running or 0) + (drain.waiting or 0)
-    if left:
+    still = evidence.still_gauges_seconds() if left else None
+    if still is not None:
+        add(
+            "gauges_stand_still",
+            Severity.WARNING,
+            "the server's gauges stopped moving",
+            f"{left:g} running or waiting in every sample from {still:.0f} s before the last answer to the end",
+            "look at the server's metrics page: what it says of requests and KV cache is not of this load",
+        )
+    elif left:
         add(
             "queue_not_drained",
             Severity.CRITICAL,
@@ -152,7 +164,7 @@ def find(evidence: Evidence, line: LoadLine, t_ns: int) -> list[Finding]:
             "look for stuck or zombie requests in the server's log",
         )
     above = _kv_above_idle(evidence)
-    if above is not None and above > KV_DRAIN_TOLERANCE_RATIO:
+    if above is not None and above > KV_DRAIN_TOLERANCE_RATIO and still is None:
         add(
             "kv_cache_not_drained",
             Severity.CRITICAL,

@@ -25,6 +25,7 @@ SEND_LAG_ALLOWANCE = 3
 """So many late requests are an incident, however few there were in all; beyond that it is one in a hundred."""
 CPU_LIMIT_RATIO = 0.9
 SILENCE_LIMIT_SECONDS = 5.0
+STILL_GAUGES_SECONDS = 3.0
 GPU_FULL_RATIO = 0.98
 """A card with less than the rest of this free is full: engines that plan a card leave more."""
 STANDSTILL_SECONDS = 2.0
@@ -129,6 +130,8 @@ class Evidence:
     t_traffic_ns: int = 0
     t_last_good_ns: int = 0
     t_last_end_ns: int = 0
+    t_last_answer_ns: int = 0
+    """When the last request that ended well did."""
     failed_ticks: int = 0
     refused_ticks: int = 0
     """Scrapes refused in a row until now."""
@@ -154,6 +157,7 @@ class Evidence:
         self.t_last_end_ns = max(self.t_last_end_ns, record.t_end_ns)
         if record.outcome in GOOD:
             self.t_last_good_ns = max(self.t_last_good_ns, record.t_end_ns)
+            self.t_last_answer_ns = max(self.t_last_answer_ns, record.t_end_ns)
             if record.t_send_ns is not None:
                 self.e2e_max_seconds = max(self.e2e_max_seconds, (record.t_end_ns - record.t_send_ns) / NS)
         else:
@@ -237,6 +241,20 @@ class Evidence:
             if most is not None and most > stage.spec.offered:
                 return f"{most:g} requests ran while {stage.spec.offered} were offered"
         return None
+
+    def still_gauges_seconds(self) -> float | None:
+        """For how long answers came in while the server's gauges already read what they read to the end; else None.
+
+        A request that is left behind is there after all others have gone, and the gauges moved as those went.
+        """
+        names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
+        seen = [(tick.t_ns, tuple(map(tick.values.get, names))) for tick in self.ticks if tick.up]
+        if not seen:
+            return None
+        moved_ns = [t_ns for t_ns, gauges in seen if gauges != seen[-1][1]]
+        since_ns = next(t_ns for t_ns, _ in seen if not moved_ns or t_ns > moved_ns[-1])
+        seconds = (self.t_last_answer_ns - since_ns) / NS
+        return seconds if seconds >= STILL_GAUGES_SECONDS else None
 
     def client_cpu_ratio(self) -> float | None:
         """Median share of one core that the load generator used; the first report is its start-up."""

@@ -517,6 +517,18 @@ def test_one_request_in_a_hundred_may_have_to_be_cut(cut, ruling):
     assert ruled(evidence, line).ruling is ruling
 
 
+def test_gauges_that_stand_still_say_nothing_of_what_stayed_behind():
+    evidence, line = modelled_run()
+    for second in range(300, 310):
+        evidence.add_tick(tick(second, running=3, kv=0.3))
+    evidence.t_last_answer_ns = T0 + 305 * NS
+    evidence.drain = Drain(3.0, 0.0, 0.3, 60.0)
+    assert checked(evidence, line)["queue_drains"].outcome is Ruling.INCONCLUSIVE
+    assert "kv_cache_drains" not in checked(evidence, line)
+    assert [one.rule for one in find(evidence, line, T0)] == ["gauges_stand_still"]
+    assert ruled(evidence, line).ruling is Ruling.INCONCLUSIVE
+
+
 def test_a_server_that_died_out_of_memory_lacks_memory():
     evidence, line = modelled_run()
     evidence.ending.server_died, evidence.ending.out_of_memory = "refused", "its log says: CUDA out of memory"

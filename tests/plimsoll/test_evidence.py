@@ -275,6 +275,30 @@ def test_lateness_of_the_client_is_kept_of_counted_stages_only():
 
 
 @pytest.mark.parametrize(
+    ("gauges", "answered", "still"),
+    [
+        ({}, 30, None),
+        ({20: (4, 0, 0.2), 25: (4, 0, 0.2), 30: (0, 0, 0.0)}, 29, None),
+        ({20: (4, 0, 0.2), 25: (4, 0, 0.2), 40: (4, 0, 0.2)}, 30, 10.0),
+        ({20: (4, 0, 0.2), 28: (4, 0, 0.3), 40: (4, 0, 0.3)}, 30, None),
+        ({20: (4, 1, 0.2), 25: (4, 0, 0.2), 40: (4, 0, 0.2)}, 30, 5.0),
+        ({20: (4, None, 0.2), 25: (4, None, 0.2), 40: (4, None, 0.2)}, 22, None),
+        ({20: (4, None, 0.2), 25: (4, None, 0.2), 40: (4, None, 0.2)}, 23, 3.0),
+    ],
+)
+def test_gauges_stand_still_when_answers_came_while_they_read_what_they_read_to_the_end(gauges, answered, still):
+    names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
+    ticks = [
+        tick(second, **{name: one for name, one in zip(names, values, strict=True) if one is not None})
+        for second, values in gauges.items()
+    ]
+    run = evidence(ticks=[*ticks, tick(41, failure="timeout")])
+    run.add_record(record(second=answered - 1.002))
+    run.add_record(record(Outcome.UNFINISHED, second=60))
+    assert run.still_gauges_seconds() == still
+
+
+@pytest.mark.parametrize(
     ("cards", "words"),
     [
         ([], None),
