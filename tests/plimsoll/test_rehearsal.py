@@ -2,10 +2,14 @@
 
 import asyncio
 import io
+import re
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -293,3 +297,15 @@ def test_customers_of_both_modes_are_alike_to_a_watch(rehearse):
         for one in (token, fluid)
     ]
     assert recorded[0] == recorded[1]
+
+
+def test_the_example_in_the_page_says_what_the_page_says(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
+    section = page[page.index("## Rehearsing a watch in virtual time") :]
+    example, follow = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (said,) = re.findall(r"```text\n(.*?)```", section, re.DOTALL)
+    follow = f"from monitor.exporter import TickCollector\n{follow}\nprint(collector.states())"
+    done = subprocess.run(
+        [sys.executable, "-c", example + follow], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == said + "{'simulated': 'not sampled'}\n"
