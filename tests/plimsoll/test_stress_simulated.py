@@ -315,7 +315,6 @@ def perform(scenario, folder):
 def attempt(scenario, folder):
     """From the server's start to the truth."""
     folder.mkdir()
-    t0 = time.monotonic()
     truth, log, run_file = folder / "truth.jsonl", folder / "engine.log", folder / "run.db"
     with contextlib.ExitStack() as stack:
         if scenario.spec is None:
@@ -337,7 +336,6 @@ def attempt(scenario, folder):
             scenario.act(run_file, child)
         out, said = child.communicate(timeout=LIMIT_SECONDS)
     assert out, said
-    print(f"TIME {time.monotonic() - t0:.1f} {folder}", file=sys.__stderr__)
     return gather(scenario, began, truth, run_file, child.returncode, json.loads(out), said)
 
 
