@@ -101,15 +101,29 @@ def reading(run_file):
     return sqlite3.connect(f"file:{run_file}?mode=ro", uri=True)
 
 
-def interrupt(run_file, child):
-    """Ctrl-C, once requests have been answered."""
+def wait_for_answers(run_file, child):
+    """Return once requests have been answered."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and child.poll() is None:
         with contextlib.suppress(sqlite3.Error), contextlib.closing(reading(run_file)) as connection:
             if connection.execute("SELECT count(*) FROM request").fetchone()[0] >= 10:
                 break
         time.sleep(0.1)
+
+
+def interrupt(run_file, child):
+    """Ctrl-C, once requests have been answered."""
+    wait_for_answers(run_file, child)
     child.send_signal(signal.SIGINT)
+
+
+def freeze_gauges(run_file, child):
+    """Let the server's gauges stand still from now on, once requests have been answered."""
+    wait_for_answers(run_file, child)
+    url = child.args[child.args.index("stress") + 1]
+    body = json.dumps({"fault": "frozen_gauges"}).encode()
+    with urllib.request.urlopen(f"{url}/simulator/faults", data=body, timeout=10) as answer:
+        assert answer.status < 300
 
 
 @dataclass(frozen=True)
@@ -218,7 +232,7 @@ SCENARIOS = {
     "metrics too slow": Scenario(faults=("slow_metrics=400",), patient=True),
     "metrics too slow later": Scenario(faults=("slow_metrics=400,start=64",), pace=("--duration", "12"), patient=True),
     "frozen gauges": Scenario(faults=("frozen_gauges",)),
-    "gauges frozen later": Scenario(faults=("frozen_gauges,start=64",), patient=True),
+    "gauges frozen later": Scenario(patient=True, act=freeze_gauges),
     "renamed metrics": Scenario(faults=("renamed_metrics",)),
     "renamed metrics later": Scenario(faults=("renamed_metrics,start=64",), pace=("--duration", "12"), patient=True),
     "stuck": Scenario(faults=STUCK, seed=FEW_STUCK),
