@@ -16,17 +16,15 @@ is which: all that run are alike, so that stuck requests and zombies are shares,
 
 import math
 import random
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
 from serving.clock import NS
-from serving.simulator.dialects.base import Trouble
 from serving.simulator.faults import Conditions, FaultPlan
-from serving.simulator.server import GpuModel, HistogramCounter, Memory
-from serving.simulator.spec import Finish, OnFull, ProcessView, ServerSpec, Snapshot, Work
+from serving.simulator.life import Life
+from serving.simulator.spec import Finish, OnFull, ServerSpec, Work
 from serving.simulator.traffic import Traffic
 
 __all__ = ["FluidServer"]
@@ -43,13 +41,12 @@ together; fitted on token mode."""
 YOUNG = 0.15
 """Tokens that the youngest request has when it is thrown out, over the mean of all that run; fitted on token mode."""
 _COMPLETIONS = "/v1/completions"
-_NEVER_NS = 2**62
 _RATE_STEPS = 40
 """Rates are told apart in steps of 1/40 of their logarithm, so that what follows from them is worked out once."""
 
 
-class FluidServer:
-    """A server in fluid mode, with its customers.
+class FluidServer(Life):
+    """A server in fluid mode, with its customers. KV blocks and counters of tokens are averages with fractions.
 
     Args:
         spec: as it was started.
@@ -60,6 +57,8 @@ class FluidServer:
         plan: faults; none by default. May be changed while the server runs.
         cold: whether the first start takes its time.
     """
+
+    longest_step_ns = round(MAX_STEP_SECONDS * NS)
 
     def __init__(
         self,
@@ -72,50 +71,16 @@ class FluidServer:
         plan: FaultPlan | None = None,
         cold: bool = False,
     ) -> None:
-        self._given = spec
-        self.spec = spec
-        """As it runs: with what the present start was clamped to."""
         self.traffic = traffic if traffic is not None else Traffic(0.0)
-        self.plan = plan if plan is not None else FaultPlan()
-        self.origin_ns = t_ns
-        """When the simulation began; faults count their times from here."""
-        self.start_number = 0
-        self.died: Trouble | None = None
-        """Why the server is down for good, if it is."""
-        self.shared_bytes = 0.0
-        """Leaked shared memory (/dev/shm): no restart gives it back."""
-        self._edges = dict(edges or {})
         self._rng = random.Random(f"{seed}/fluid")
-        self._now_ns = t_ns
-        self._life_s = 0.0
-        self._down_until_ns: int | None = None
-        self._keeps_leaks = False
-        self._release_bytes = 0.0
-        self._release_speed = 1.0
-        self.memory = Memory(spec)
         self._kv_total = spec.kv_blocks - spec.policy.reserved_blocks
         self._leaked_blocks = 0.0
         self._speed = _Speed(spec, _lengths(self.traffic, spec))
-        self._start(t_ns, t_ns + (round(spec.start_seconds * NS) if cold else 0))
+        super().__init__(spec, t_ns=t_ns, edges=edges, plan=plan, cold=cold)
 
-    def _start(self, t_ns: int, ready_ns: int) -> None:
-        before = self.memory
-        clamp = self.plan.conditions(self._seconds(t_ns), self._seconds(t_ns)).max_batch_clamp
-        if clamp is not None and clamp < self._given.max_batch:
-            self.spec = replace(self._given, max_batch=clamp, asked_max_batch=self._given.max_batch)
-        else:
-            self.spec = self._given
-        self.memory = Memory(self.spec, self._release_bytes)
-        if self._keeps_leaks:
-            self.memory.gpu_leaked, self.memory.host_leaked = before.gpu_leaked, before.host_leaked
-            self.memory.descriptors = before.descriptors
-        else:
+    def _begin_anew(self, *, keeps_leaks: bool) -> None:
+        if not keeps_leaks:
             self._leaked_blocks = 0.0
-        self.start_number += 1
-        self.started_ns = t_ns
-        self.ready_ns = ready_ns
-        self._down_until_ns = None
-        self._frozen: tuple[float, float, float] | None = None
         self._running = self._waiting = self._stuck = 0
         self._passing = 0
         """Requests that wait for no more than the next step."""
@@ -130,100 +95,23 @@ class FluidServer:
         self._filled: float | None = None
         """KV blocks that those that run hold for themselves, where the cache binds."""
         self._busy_ratio = 0.0
-        self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.preemptions = 0.0
-        self.finished: Counter[Finish] = Counter()
-        self.http: Counter[tuple[str, int]] = Counter()
-        self.steps = self.step_tokens = 0.0
-        self.prefill_seconds = self.decode_seconds = 0.0
-        self.longest_tokens = 0.0
-        self.histograms = {signal: HistogramCounter(edges) for signal, edges in self._edges.items()}
-        self._spawn_factor = self.plan.spawn_factor(self.start_number)
 
     # ---- life
 
-    @property
-    def t_ns(self) -> int:
-        """The time up to which everything has happened."""
-        return self._now_ns
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs; it may still be loading."""
-        return self._down_until_ns is None
-
-    @property
-    def ready(self) -> bool:
-        """Whether it takes requests."""
-        return self._down_until_ns is None and self._now_ns >= self.ready_ns
-
-    @property
-    def conditions(self) -> Conditions:
-        """What the faults amount to now."""
-        return self.plan.conditions(self._seconds(self._now_ns), self._seconds(self.started_ns))
-
-    def _seconds(self, t_ns: int) -> float:
-        return (t_ns - self.origin_ns) / NS
-
     def run_until(self, t_ns: int) -> None:
         """Let everything up to `t_ns` happen."""
-        while self._now_ns < t_ns:
-            now_ns = self._now_ns
-            target_ns = min(t_ns, now_ns + round(MAX_STEP_SECONDS * NS))
-            events = self.plan.life_events(self._life_s, self._seconds(target_ns))
-            if events:
-                target_ns = max(now_ns, self.origin_ns + round(events[0].t_s * NS))
-            if self._down_until_ns is not None:
-                target_ns = min(target_ns, self._down_until_ns)
-            elif target_ns > now_ns:
-                target_ns = self._elapse(target_ns)
-            self._now_ns = target_ns
-            if self._down_until_ns is not None and target_ns >= self._down_until_ns:
-                self._start(target_ns, target_ns)
-            if events and target_ns >= self.origin_ns + round(events[0].t_s * NS):
-                # One event at a time: a restart may come before the next.
-                self._life_s = math.nextafter(events[0].t_s, math.inf)
-                if self.died is None:
-                    self._release_bytes += events[0].memory_bytes
-                    self._release_speed *= 1.0 + events[0].speed_ratio
-                    self.go_down(events[0].down_seconds, keeps_leaks=events[0].keeps_leaks)
-            elif not events:
-                self._life_s = max(self._life_s, self._seconds(target_ns))
+        self.elapse(t_ns)
 
-    def go_down(self, seconds: float, *, keeps_leaks: bool = False) -> None:
-        """The process ends now, and is started again after `seconds`; all requests inside are lost."""
+    def _lose_all(self) -> None:
         self.finished[Finish.DIED] += self._running + self._waiting + self._stuck
         self._running = self._waiting = self._stuck = 0
-        self._keeps_leaks = keeps_leaks
-        self._down_until_ns = _NEVER_NS if math.isinf(seconds) else self._now_ns + round(seconds * NS)
 
-    def die(self, why: Trouble) -> None:
-        """The process ends for good."""
-        self.died = why
-        self.go_down(math.inf)
-
-    def _elapse(self, target_ns: int) -> int:
-        """Let a living process go on to `target_ns`, or to where something else holds; returns how far that was."""
-        conditions = self.conditions
-        if math.isfinite(conditions.valid_until_s):
-            change_ns = self.origin_ns + math.ceil(conditions.valid_until_s * NS)
-            target_ns = min(target_ns, max(self._now_ns + 1, change_ns))
-        if self._now_ns < self.ready_ns:
-            target_ns = min(target_ns, self.ready_ns)
-            seconds = (target_ns - self._now_ns) / NS
+    def _pass(self, conditions: Conditions, seconds: float) -> bool:
+        if not self.ready:
             self.finished[Finish.DIED] += _poisson(self._rng, self.traffic.rate(self._now_ns) * seconds)
-        else:
-            seconds = (target_ns - self._now_ns) / NS
-            self._serve(conditions, seconds)
-        self.memory.elapse(conditions, seconds)
-        self.shared_bytes += conditions.shm_leak_bytes_per_second * seconds
-        if not conditions.gauges_frozen:
-            self._frozen = None
-        elif self._frozen is None:
-            self._frozen = self._gauges()
-        if self.memory.exhausted(self._running + self._stuck, conditions):
-            self._now_ns = target_ns
-            self.die(Trouble.OUT_OF_MEMORY)
-        return target_ns
+            return False
+        self._serve(conditions, seconds)
+        return self._running + self._stuck > 0
 
     # ---- requests
 
@@ -231,8 +119,7 @@ class FluidServer:
         """Serve for that long while nothing but the batch changes."""
         traffic, speed = self.traffic, self._speed
         lengths = _lengths(traffic, self.spec, conditions.zombie_share)
-        factor = conditions.step_factor * self._spawn_factor / self._release_speed
-        speed.set(lengths, factor, conditions.decode_factor(self._seconds(self._now_ns)))
+        speed.set(lengths, self._factor(conditions), conditions.decode_factor(self._seconds(self._now_ns)))
         asked = traffic.rate(self._now_ns + round(seconds / 2 * NS))
         rate = asked * lengths.accepted_share
         tally = _Tally(rejected=_poisson(self._rng, (asked - rate) * seconds))
@@ -513,56 +400,16 @@ class FluidServer:
     # ---- what is seen
 
     def _gauges(self) -> tuple[float, float, float]:
-        """Running, waiting, KV blocks used."""
         waiting = self._waiting + self._passing
         if self.spec.queue_limit is not None:
             waiting = min(waiting, self.spec.queue_limit)
         return self._running + self._stuck, waiting, self._kv_blocks()
 
-    def snapshot(self, t_ns: int | None = None) -> Snapshot | None:
-        """What can be seen at `t_ns` (now when absent); None while the process is down.
+    def _inside(self) -> tuple[int, int]:
+        return self._running + self._stuck, self._waiting
 
-        The KV cache and counters of tokens are averages with fractions; requests are whole.
-        """
-        if t_ns is not None:
-            self.run_until(t_ns)
-        if not self.alive:
-            return None
-        conditions = self.conditions
-        inside = self._running + self._stuck
-        running, waiting, blocks = self._frozen or self._gauges()
-        busy = 0.97 * self._busy_ratio
-        return Snapshot(
-            t_ns=self._now_ns,
-            started_ns=self.started_ns,
-            ready=self.ready,
-            running=running,
-            waiting=waiting,
-            kv_blocks_used=blocks,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            generated_tokens=self.generated_tokens,
-            preemptions=self.preemptions,
-            finished=dict(self.finished),
-            http=dict(self.http),
-            steps=self.steps,
-            step_tokens=self.step_tokens,
-            prefill_seconds=self.prefill_seconds,
-            decode_seconds=self.decode_seconds,
-            histograms={signal: counter.view() for signal, counter in self.histograms.items()},
-            slots=(),
-            longest_tokens=self.longest_tokens,
-            gpus=tuple(
-                GpuModel.view(self.spec, card, self.memory.gpu_bytes(card, inside), busy)
-                for card in range(self.spec.memory.cards)
-            ),
-            process=ProcessView(
-                anonymous_memory_bytes=round(self.memory.host_bytes(inside, conditions)),
-                open_fds=round(64 + self.memory.descriptors + inside + self._waiting),
-                cpu_seconds=self.prefill_seconds + self.decode_seconds,
-                shared_memory_bytes=round(self.shared_bytes),
-            ),
-        )
+    def _busy(self) -> float:
+        return self._busy_ratio
 
 
 @dataclass(slots=True)

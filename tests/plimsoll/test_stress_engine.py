@@ -42,6 +42,8 @@ def stress(tmp_path):
     started = []
 
     def start(server, *arguments):
+        for left in tmp_path.glob("run.db*"):
+            left.unlink()
         command = [
             *(sys.executable, "-m", "plimsoll", "stress", server.url, "--json", "--gpu", "none"),
             *("--log", server.log_path, "--out", tmp_path / "run.db", "--interval", 0.25, *arguments),
@@ -68,6 +70,15 @@ def finish(child, limit_seconds=300):
         requests = dict(stage["requests"])
         assert requests.pop("issued") == sum(requests.values()), stage
     return child.returncode, result
+
+
+def measure(run):
+    """What `run` gives; again while the run says of itself that this machine was too busy for it to be a measurement."""
+    for _ in range(3):
+        code, result = run()
+        if result["client"]["valid"]:
+            break
+    return code, result
 
 
 def rows(path, sql):
@@ -122,11 +133,9 @@ def alive(pid):
 
 def test_four_slots_are_a_line_of_four_batch_slots_on_every_workload(engine, stress):
     server = engine(slots=4)
-    code, result = finish(
-        stress(
-            server,
-            *("--workload", "offline-batch", "--stage-seconds", 4, "--prompt-tokens", 200, "--output-tokens", 120),
-        )
+    lengths = ("--prompt-tokens", 200, "--output-tokens", 120)
+    code, result = measure(
+        lambda: finish(stress(server, "--workload", "offline-batch", "--stage-seconds", 4, *lengths))
     )
     line = result["load_line"]
     assert (line["configured"], line["measured"], line["bound_by"]) == (4, 4, "batch_slots"), result
@@ -138,9 +147,8 @@ def test_four_slots_are_a_line_of_four_batch_slots_on_every_workload(engine, str
 
 def test_a_shared_kv_cache_that_is_too_small_binds_with_error_events_inside_200_streams(engine, stress):
     server = engine(slots=8, kv_unified=True, total_context_tokens=1024)
-    code, result = finish(
-        stress(server, "--prompt-tokens", 100, "--output-tokens", 150, "--stage-seconds", 4, "--max-batch", 8)
-    )
+    lengths = ("--prompt-tokens", 100, "--output-tokens", 150)
+    code, result = measure(lambda: finish(stress(server, "--stage-seconds", 4, "--max-batch", 8, *lengths)))
     line = result["load_line"]
     assert (line["configured"], line["bound_by"]) == (8, "kv_cache"), result
     assert line["measured"] is None or line["measured"] < 8
@@ -151,7 +159,8 @@ def test_a_shared_kv_cache_that_is_too_small_binds_with_error_events_inside_200_
 
 
 def test_a_limit_that_is_not_in_effect_is_a_failure(engine, stress):
-    code, result = finish(stress(engine(slots=8), "--max-batch", 3, "--stage-seconds", 3))
+    server = engine(slots=8)
+    code, result = measure(lambda: finish(stress(server, "--max-batch", 3, "--stage-seconds", 3)))
     assert code == 1
     assert "not in effect" in result["reason"]
     assert "limit_differs" in {finding["rule"] for finding in result["findings"]}
@@ -204,10 +213,16 @@ def test_kill_9_leaves_a_readable_run_and_no_load_generator_behind(engine, stres
 
 
 def test_the_demo_finds_eight_slots(tmp_path):
-    command = [sys.executable, "-m", "plimsoll", "demo", "--json", "--out", str(tmp_path / "demo")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    numbers = iter(range(3))
+
+    def demo():
+        command = [sys.executable, "-m", "plimsoll", "demo", "--json", "--out", str(tmp_path / f"demo{next(numbers)}")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert done.stdout, done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+    code, result = measure(demo)
+    assert code == 0, result["reason"]
     line = result["load_line"]
     assert (line["configured"], line["measured"], line["bound_by"]) == (8, 8, "batch_slots")
     over = next(stage for stage in result["stages"] if stage["offered"] == 10)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from serving.clock import NS
 from serving.simulator.dialects.base import Trouble
 from serving.simulator.faults import FaultPlan, parse_fault
-from serving.simulator.server import HistogramCounter, SimulatedServer
+from serving.simulator.life import HistogramCounter
+from serving.simulator.server import SimulatedServer
 from serving.simulator.spec import Arrival, Finish, MemoryPlan, OnFull, Policy, ServerSpec, Work
 from serving.simulator.traffic import Traffic
 from serving.simulator.truth import TruthWriter, read_truth
