@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from monitor.http import API_KEY_VARIABLE
+from plimsoll.arguments import duration, number, whole
 from plimsoll.report import clean
 from serving.clock import SystemClock
 from serving.engines import ENGINES
@@ -41,6 +42,7 @@ faults (NAME[=VALUE][,share=S][,start=T][,end=T][,OPTION=...]; times in seconds 
 It says which address it listens on, and stops at Ctrl-C or SIGTERM. The figures of a simulation are its own: they say
 whether a monitor works, never what a real engine would do."""
 
+_COUNT = whole(1, 1_000_000_000)
 _DEFAULT_MODEL, _DEFAULT_GPUS = "hy3", 8
 _DEAD = 1
 _INTERRUPTED = 130
@@ -51,36 +53,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", metavar="E", help=f"{', '.join(ENGINES)} (default: the settings file's, or vllm)")
     parser.add_argument("--release", metavar="R", help="the engine's release to speak like (default: the newest known)")
     parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=_port, metavar="P", help="port; 0 takes a free one (default: the engine's)")
+    parser.add_argument(
+        "--port", type=whole(0, 65535), metavar="P", help="port; 0 takes a free one (default: the engine's)"
+    )
     what = parser.add_argument_group("what is launched")
     what.add_argument("--settings", type=Path, metavar="FILE", help="serving settings (docs/settings.md)")
     what.add_argument("--model", metavar="M", help="a config.json, or the name of a built-in model (default: hy3)")
     what.add_argument("--gpu", default="h200", metavar="NAME", help="the card (default: h200)")
-    what.add_argument("--gpus", type=_count, metavar="N", help="how many of them (default: the settings', 8 for hy3)")
-    what.add_argument("--max-batch", type=_count, metavar="N", help="requests at once")
-    what.add_argument("--context", type=_count, metavar="N", help="longest prompt plus output, tokens")
-    what.add_argument("--kv-blocks", type=_count, metavar="N", help="blocks of the KV pool (default: what fits)")
-    what.add_argument("--token-budget", type=_count, metavar="N", help="tokens of one step")
+    what.add_argument("--gpus", type=_COUNT, metavar="N", help="how many of them (default: the settings', 8 for hy3)")
+    what.add_argument("--max-batch", type=_COUNT, metavar="N", help="requests at once")
+    what.add_argument("--context", type=_COUNT, metavar="N", help="longest prompt plus output, tokens")
+    what.add_argument("--kv-blocks", type=_COUNT, metavar="N", help="blocks of the KV pool (default: what fits)")
+    what.add_argument("--token-budget", type=_COUNT, metavar="N", help="tokens of one step")
     what.add_argument("--weight-bits", type=float, metavar="B", help="bits per weight (default: the model's own)")
     what.add_argument(
-        "--host-experts", type=_ratio, default=0.0, metavar="R", help="llama.cpp: share of experts in main memory, 0..1"
+        "--host-experts",
+        type=number(0, 1),
+        default=0.0,
+        metavar="R",
+        help="llama.cpp: share of experts in main memory, 0..1",
     )
     what.add_argument("--kv-unified", action="store_true", help="llama.cpp: its slots share one KV cache")
-    what.add_argument("--queue-limit", type=_count, metavar="N", help="waiting requests above which it refuses")
+    what.add_argument("--queue-limit", type=_COUNT, metavar="N", help="waiting requests above which it refuses")
     how = parser.add_argument_group("how it runs")
-    how.add_argument("--speed", type=_speed, default=1.0, metavar="X", help="its clock against the wall's (default: 1)")
+    how.add_argument(
+        "--speed", type=number(0.001, 1000), default=1.0, metavar="X", help="its clock against the wall's (default: 1)"
+    )
     how.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all that is drawn (default: 0)")
     how.add_argument("--fault", action="append", default=[], metavar="K=V", help="a fault; may be given again")
     how.add_argument("--background", metavar="RATE,...", help="requests from elsewhere, e.g. 2/s,prompt=500,output=200")
     how.add_argument(
-        "--reasoning-tokens", type=_whole, default=0, metavar="N", help="so many of an answer are reasoning"
+        "--reasoning-tokens",
+        type=whole(0, 1_000_000_000),
+        default=0,
+        metavar="N",
+        help="so many of an answer are reasoning",
     )
     how.add_argument(
-        "--answer-tokens", type=_count, default=256, metavar="N", help="mean length of answers that may end themselves"
+        "--answer-tokens", type=_COUNT, default=256, metavar="N", help="mean length of answers that may end themselves"
     )
     how.add_argument("--cold", action="store_true", help="the first start takes its time, too")
-    how.add_argument("--restart-after", type=_duration, metavar="S", help="after it died of memory, start it again")
-    how.add_argument("--http-threads", type=_count, metavar="N", help="connections served at once; others wait")
+    how.add_argument("--restart-after", type=duration(0), metavar="S", help="after it died of memory, start it again")
+    how.add_argument("--http-threads", type=_COUNT, metavar="N", help="connections served at once; others wait")
     how.add_argument("--allocate", action="store_true", help="really hold the memory, descriptors and files it leaks")
     how.add_argument("--api-key", action="store_true", help=f"ask for the key in {API_KEY_VARIABLE}")
     how.add_argument("--log", type=Path, metavar="FILE", help="write the engine's log there")
@@ -374,57 +388,3 @@ def _print_document(document: dict[str, Any]) -> None:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads it any more, but the server goes on
         print(clean(text), file=sys.stderr, flush=True)
-
-
-def _whole(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if not 0 <= value <= 1_000_000_000:
-        raise argparse.ArgumentTypeError(f"{value} is {'below 0' if value < 0 else 'absurd'}")
-    return value
-
-
-def _count(text: str) -> int:
-    value = _whole(text)
-    if not value:
-        raise argparse.ArgumentTypeError("0 is not above 0")
-    return value
-
-
-def _port(text: str) -> int:
-    value = _whole(text)
-    if value > 65535:
-        raise argparse.ArgumentTypeError(f"{value} is no port")
-    return value
-
-
-def _ratio(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is outside 0 to 1")
-    return value
-
-
-def _speed(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0.001 <= value <= 1000:
-        raise argparse.ArgumentTypeError(f"{text} is outside 0.001 to 1000")
-    return value
-
-
-def _duration(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-    if not 0 <= value <= 366 * 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration from 0 to a year, in seconds")
-    return value

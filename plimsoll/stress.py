@@ -37,6 +37,7 @@ from monitor.history import SqliteHistory
 from monitor.http import API_KEY_VARIABLE, converse, open_session, parse_url
 from monitor.process import ServerProcesses, process_exists
 from monitor.sampler import Sampler, Tick, target_reader
+from plimsoll.arguments import duration, whole
 from plimsoll.conclusion import document, interrupted_document
 from plimsoll.evidence import Drain, Evidence, Prepared, StageRun
 from plimsoll.report import clean, render_stress
@@ -56,6 +57,8 @@ EXAMPLES = """examples:
 
 An API key is read from PLIMSOLL_API_KEY and kept out of every file. Ctrl-C ends the run early with a partial result."""
 
+_COUNT = whole(1, 10_000_000)
+_DURATION = duration(0.001)
 LOG_HEAD_BYTES = 64 * 2**20
 LOG_TAIL_BYTES = 4 * 2**20
 GAUGE_TRIES = 3
@@ -105,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument("--settings", type=Path, metavar="FILE", help="serving settings with max_batch_size")
-    limit.add_argument("--max-batch", type=_count, metavar="N", help="the configured batch limit")
+    limit.add_argument("--max-batch", type=_COUNT, metavar="N", help="the configured batch limit")
     parser.add_argument("--model", metavar="NAME", help="model name to ask for (default: the server's first)")
     parser.add_argument("--log", type=Path, metavar="FILE", help="the server's start-up log: tells what HTTP does not")
     parser.add_argument(
@@ -115,15 +118,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="load_line (default), or slo: also bisect for the largest concurrency that meets the workload's SLOs",
     )
     pace = parser.add_mutually_exclusive_group()
-    pace.add_argument("--stage-seconds", type=_seconds, metavar="S", help="measured length of a stage (default: 30)")
-    pace.add_argument("--duration", type=_seconds, metavar="D", help="about how long all stages may take: 90, 10m, 1h")
-    parser.add_argument("--prompt-tokens", type=_count, metavar="N", help="mean prompt length, not the workload's")
-    parser.add_argument("--output-tokens", type=_count, metavar="N", help="mean output length, not the workload's")
+    pace.add_argument("--stage-seconds", type=_DURATION, metavar="S", help="measured length of a stage (default: 30)")
+    pace.add_argument("--duration", type=_DURATION, metavar="D", help="about how long all stages may take: 90, 10m, 1h")
+    parser.add_argument("--prompt-tokens", type=_COUNT, metavar="N", help="mean prompt length, not the workload's")
+    parser.add_argument("--output-tokens", type=_COUNT, metavar="N", help="mean output length, not the workload's")
     parser.add_argument(
-        "--ceiling", type=_limit, default=256, metavar="N", help="where a search without a limit ends (default: 256)"
+        "--ceiling",
+        type=whole(1, MAX_CEILING),
+        default=256,
+        metavar="N",
+        help="where a search without a limit ends (default: 256)",
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of prompts and lengths (default: 1)")
-    parser.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="sampling interval (default: 1 s)")
+    parser.add_argument(
+        "--interval", type=duration(0.05, 60), default=1.0, metavar="S", help="sampling interval (default: 1 s)"
+    )
     parser.add_argument("--gpu", default="auto", metavar="G", help="auto, nvml, none, or the URL of a DCGM exporter")
     parser.add_argument(
         "--pid", type=int, metavar="PID", help="the server's process (default: found by its port on this host)"
@@ -787,39 +796,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if not 1 <= value <= 10_000_000:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0" if value < 1 else f"{value} is absurd")
-    return value
-
-
-def _interval(text: str) -> float:
-    value = _seconds(text)
-    if not 0.05 <= value <= 60:
-        raise argparse.ArgumentTypeError(f"{text!r} is outside 0.05 to 60 seconds")
-    return value
-
-
-def _limit(text: str) -> int:
-    value = _count(text)
-    if value > MAX_CEILING:
-        raise argparse.ArgumentTypeError(f"{value} is above {MAX_CEILING}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-    number, scale = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1.0)
-    try:
-        value = float(number) * scale
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration: write 30, 90s, 10m or 1h") from None
-    if not 0 < value <= 366 * 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration above 0 and below a year")
-    return value
