@@ -347,6 +347,11 @@ class Life(ABC):
         self._event("died", why=why.value)
         self.go_down(math.inf)
 
+    def come_back(self, seconds: float) -> None:
+        """Start one that is down for good again after `seconds`."""
+        self.died = None
+        self._down_until_ns = self._now_ns + round(seconds * NS)
+
     # ---- what is seen
 
     def snapshot(self, t_ns: int | None = None) -> Snapshot | None:

@@ -433,8 +433,7 @@ class SimulatorShell:
             if self._restart_after_seconds is None:
                 self.ended.set_result(trouble)
             else:
-                server.died = None
-                server.go_down(self._restart_after_seconds)
+                server.come_back(self._restart_after_seconds)
         if self._is_up() and self._listener is None and self._listening is None:
             self._listening = self._loop.create_task(self._listen_again())
 

@@ -101,3 +101,13 @@ def test_a_cold_start_takes_its_time(serve):
     assert (server.alive, server.ready) == (True, False)
     server.run_until(T0 + 31 * NS)
     assert server.ready
+
+
+def test_a_server_that_is_down_for_good_comes_back_when_it_is_started_again(serve):
+    server = serve("gpu_leak_per_hour=3600MiB,end=310s", traffic=None, seconds=320)
+    assert server.died is Trouble.OUT_OF_MEMORY
+    server.come_back(20)
+    server.run_until(T0 + 339 * NS)
+    assert not server.alive
+    server.run_until(T0 + 341 * NS)
+    assert (server.alive, server.start_number, server.died) == (True, 2, None)
