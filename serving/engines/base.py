@@ -179,6 +179,7 @@ class Dialect:
         supports_ignore_eos: whether `ignore_eos` in a request makes it generate all tokens asked for.
         reserved_output_ratio: share of the tokens still to come that it keeps free in the KV cache for each running
             request before it admits another; 0 admits by what is in use.
+        preallocates_kv_cache: whether it takes memory for the whole KV cache at its start.
         replica_labels: labels whose series repeat one another (tensor-parallel ranks): the largest counts, not the sum.
         start_mark_header: header of the metrics page that differs after a restart, or None.
         complaints: patterns of error messages, first match wins.
@@ -205,6 +206,7 @@ class Dialect:
     read_log: Callable[[str], dict[str, int]]
     log_tells_max_running: bool
     reserved_output_ratio: float = 0.0
+    preallocates_kv_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)
