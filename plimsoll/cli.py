@@ -23,7 +23,8 @@ COMMANDS = {
     "stress": "push load up to the configured batch size and past it; find the load line",
     "simulate": "a simulated engine whose truth is known, over HTTP, until stopped",
     "watch": "the long-running monitor: sample, judge, alert, export",
-    "smoke": "the smallest request that proves the server answers",
+    "smoke": "the smallest request that proves the server answers, and with its own model",
+    "memory": "what one request costs in memory, against the estimate",
     "doctor": "what is installed, which GPUs and engines are seen, and what would get in the way",
 }
 

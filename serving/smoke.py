@@ -5,13 +5,14 @@ Needs no knowledge of the engine: it speaks what all of them share.
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from serving.conversation import Conversation, HttpAnswer, HttpRequest
 from serving.stream import Api
 
-__all__ = ["SmokeResult", "smoke"]
+__all__ = ["Reach", "SmokeResult", "ask", "judge_reach", "smoke"]
 
 _MAX_TOKENS = 8
 _PROMPT = "Say hello."
@@ -46,13 +47,83 @@ def smoke(model: str, *, timeout_s: float = 120.0) -> Conversation[SmokeResult]:
 
     Never raises: that the server cannot generate is the result.
     """
-    shared = {"model": model, "max_tokens": _MAX_TOKENS, "temperature": 0, "stream": False}
-    chat = {**shared, "messages": [{"role": "user", "content": _PROMPT}]}
+    return (yield from ask(model, _PROMPT, _MAX_TOKENS, timeout_s=timeout_s))
+
+
+def ask(
+    model: str, prompt: str, max_tokens: int, *, ignore_eos: bool = False, timeout_s: float = 120.0
+) -> Conversation[SmokeResult]:
+    """One request that is not streamed, over chat, or over completions where there is no chat.
+
+    Args:
+        model: the name to ask for.
+        prompt: what to say.
+        max_tokens: tokens to generate at most.
+        ignore_eos: generate all of them, for engines that know this field.
+        timeout_s: for each attempt.
+    """
+    shared: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0, "stream": False}
+    if ignore_eos:
+        shared["ignore_eos"] = True
+    chat = {**shared, "messages": [{"role": "user", "content": prompt}]}
     answer = yield HttpRequest("/v1/chat/completions", chat, timeout_s)
     if not _chat_is_missing(answer):
         return _judge(answer, "chat", model)
-    answer = yield HttpRequest("/v1/completions", {**shared, "prompt": _PROMPT}, timeout_s)
+    answer = yield HttpRequest("/v1/completions", {**shared, "prompt": prompt}, timeout_s)
     return _judge(answer, "completions", model)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Whether an answer came out of the model of the server whose metrics are read, and by which sign.
+
+    `reached` is None where there is no sign to go by.
+    """
+
+    reached: bool | None
+    sign: str
+
+
+_SIGNS = ("generation_tokens_total", "requests_finished_total", "engine_progress_total", "prompt_tokens_total")
+"""Counters that an answer must have moved, the most telling first."""
+_MOVED_BYTES = 4 * 2**20
+
+
+def judge_reach(
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    memory_moved_bytes: float | None,
+    *,
+    is_preallocated: bool,
+) -> Reach:
+    """Whether one answered request reached the model.
+
+    Args:
+        before: the engine's counters just before the request, canonical names.
+        after: the same after it.
+        memory_moved_bytes: how far memory rose during the request; None where memory cannot be seen.
+        is_preallocated: the engine takes memory for the KV cache at its start, so that none need move.
+    """
+    exempt = "memory need not move: the engine takes it for the KV cache at its start"
+    told = [name for name in _SIGNS if name in before and name in after]
+    moved = next((name for name in told if after[name] > before[name]), None)
+    if moved is not None:
+        sign = f"{moved} grew by {after[moved] - before[moved]:g}"
+        return Reach(reached=True, sign=f"{sign}; {exempt}" if is_preallocated else sign)
+    if memory_moved_bytes is not None and memory_moved_bytes >= _MOVED_BYTES:
+        return Reach(reached=True, sign=f"memory rose by {memory_moved_bytes / 2**20:.0f} MiB during the request")
+    if told:
+        return Reach(
+            reached=False,
+            sign=f"the answer came, but {told[0]} of this server stood still: a gateway, a cache or another replica "
+            "answered; give the URL of the engine itself",
+        )
+    if memory_moved_bytes is not None and not is_preallocated:
+        return Reach(
+            reached=False,
+            sign=f"the engine tells no counters, and memory rose by only {memory_moved_bytes / 2**20:.1f} MiB",
+        )
+    return Reach(reached=None, sign=f"the engine tells no counters; {exempt}" if is_preallocated else "no sign is seen")
 
 
 _NO_TEMPLATE = re.compile(r"chat[ _]template", re.IGNORECASE)

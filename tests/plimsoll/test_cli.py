@@ -290,7 +290,7 @@ def test_what_a_server_says_cannot_speak_to_the_terminal(capsys, serve):
     printed = capsys.readouterr().out
     assert "[/red]" in printed
     assert not set("\x1b\x07") & set(printed)
-    assert printed.count("\n") == 1
+    assert printed.count("\n") == 5, "one line, and one for each layer"
 
 
 @pytest.mark.parametrize("option", ["--log", "--settings"])

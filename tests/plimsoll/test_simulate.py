@@ -8,10 +8,10 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from child import Child
 
 from plimsoll import demo, simulate
 from plimsoll.cli import main
@@ -21,37 +21,6 @@ from serving.simulator.faults import FAULT_KINDS
 from serving.simulator.launch import LaunchFailure
 from serving.simulator.shell import DIALECTS
 from serving.simulator.truth import read_truth
-
-QUICK = ("--port", "0", "--json", "--speed", "50")
-
-
-class Child:
-    """A simulated server in a process of its own."""
-
-    def __init__(self, *arguments, **options):
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "plimsoll", "simulate", *QUICK, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            **options,
-        )
-        line = self.process.stdout.readline()
-        self.document = json.loads(line) if line else {}
-
-    def request(self, method, path, document=None):
-        connection = http.client.HTTPConnection(self.document["url"].removeprefix("http://"), timeout=10)
-        try:
-            connection.request(method, path, None if document is None else json.dumps(document))
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read() or b"null")
-        finally:
-            connection.close()
-
-    def ends(self):
-        """(exit code, what it said to people) once it has ended."""
-        out, err = self.process.communicate(timeout=20)
-        assert out == b"", "one document, and nothing else, is on stdout"
-        return self.process.returncode, err.decode()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from serving.conversation import HttpAnswer, converse
-from serving.smoke import SmokeResult, smoke
+from serving.smoke import SmokeResult, judge_reach, smoke
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -134,3 +134,25 @@ def test_a_long_message_is_cut_and_generated_text_is_not_kept():
 def test_usage_is_told_even_when_there_is_no_text():
     result, _ = smoked(page({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 0}}))
     assert (result.prompt_tokens, result.completion_tokens) == (9, 0)
+
+
+TOKENS = "generation_tokens_total"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "rise", "is_preallocated", "reached", "sign"),
+    [
+        ({TOKENS: 5.0}, {TOKENS: 13.0}, None, False, True, "grew by 8"),
+        ({TOKENS: 5.0}, {TOKENS: 13.0}, 0.0, True, True, "memory need not move"),
+        ({TOKENS: 5.0}, {TOKENS: 5.0}, 0.0, True, False, "stood still"),
+        ({"requests_finished_total": 0.0}, {"requests_finished_total": 1.0}, None, True, True, "grew by 1"),
+        ({TOKENS: 5.0}, {TOKENS: 5.0}, 64.0 * 2**20, False, True, "memory rose by 64 MiB"),
+        ({}, {TOKENS: 5.0}, 0.0, False, False, "memory rose by only"),
+        ({}, {}, 0.0, True, None, "need not move"),
+        ({}, {}, None, False, None, "no sign"),
+    ],
+)
+def test_an_answer_reached_the_model_when_counters_or_memory_moved(before, after, rise, is_preallocated, reached, sign):
+    found = judge_reach(before, after, rise, is_preallocated=is_preallocated)
+    assert found.reached is reached
+    assert sign in found.sign
