@@ -1,5 +1,40 @@
-"""What is known of a language model from its `config.json`: its shape, and the sizes that follow from it."""
+"""What is known of a language model from its files: its shape, and the sizes that follow from it.
 
-from serving.model.shape import BUILT_IN_MODELS, ModelShape, Parameters, Split, read_model
+Sizes are computed from the shape and never looked up, so that they hold for a model that nobody has listed. An
+architecture that is not known is refused and never guessed.
+"""
 
-__all__ = ["BUILT_IN_MODELS", "ModelShape", "Parameters", "Split", "read_model"]
+from serving.model.shape import (
+    Attention,
+    Dense,
+    Experts,
+    Indexer,
+    LatentAttention,
+    Layer,
+    ModelShape,
+    Module,
+    RecurrentState,
+    Split,
+    StoredBits,
+    UniformBits,
+    Weights,
+)
+from serving.model.source import BUILT_IN_MODELS, read_model
+
+__all__ = [
+    "BUILT_IN_MODELS",
+    "Attention",
+    "Dense",
+    "Experts",
+    "Indexer",
+    "LatentAttention",
+    "Layer",
+    "ModelShape",
+    "Module",
+    "RecurrentState",
+    "Split",
+    "StoredBits",
+    "UniformBits",
+    "Weights",
+    "read_model",
+]

@@ -1,23 +1,38 @@
-"""What is known of a language model from its `config.json`: its shape, and the sizes that follow from it.
+"""The shape of a language model, layer by layer, and the sizes that follow from it.
 
-Sizes are computed from the shape and never looked up, so that they hold for a model that nobody has listed. Parameters
-are kept apart by how engines divide them over cards (`Parameters`), because that decides which of them each card holds
-(`ModelShape.on_card`) and which of them a step reads. An architecture that is not known is refused and never guessed.
+A model is a sequence of layers. Each has a mixer, which lets tokens see earlier ones, and a feed-forward part, which does
+not; either may be missing. A mixer says what a sequence leaves behind in it (keys and values for each token, a latent, or
+a state of constant size), and both say which weight modules they have. Everything else is arithmetic over these.
+
+Weights are kept apart by kind (`Weights`), because engines treat the kinds differently: they divide them differently over
+cards, a step reads some of them only in part, and quantisation often leaves some alone.
 """
 
-import difflib
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Final, Literal, Protocol, TypeAlias
 
 from serving.errors import ConfigError
 
-__all__ = ["BUILT_IN_MODELS", "ModelShape", "Parameters", "Split", "read_model"]
+__all__ = [
+    "Attention",
+    "Dense",
+    "Experts",
+    "Indexer",
+    "LatentAttention",
+    "Layer",
+    "ModelShape",
+    "Module",
+    "RecurrentState",
+    "Split",
+    "StoredBits",
+    "UniformBits",
+    "WeightKind",
+    "Weights",
+]
 
-_MAX_BYTES = 2**20
+WeightKind: TypeAlias = Literal["embedding", "head", "query", "key_value", "dense", "router", "experts", "other"]
+"""What a weight module is for, as in `Weights`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +57,20 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
-    """Numbers of parameters, by how they are divided over cards.
+class Weights:
+    """An amount of weights by kind: numbers of parameters, or bytes.
 
     Attributes:
         embedding: input embedding, divided by rows of the vocabulary; of each token only one row is read.
         head: output matrix where it is not the embedding itself, divided likewise.
-        query: query and output projections, divided by heads.
-        key_value: key and value projections, divided by key-value heads until one is left per card.
+        query: what divides by heads: query and output projections, gates, the projections of recurrent layers, and
+            those that expand a latent.
+        key_value: key and value projections, divided by key-value heads until one is left per card; the projections
+            down to a latent and those of an indexer, which are not divided.
         dense: feed-forward parts without experts, and shared experts.
         router: the matrices that choose experts; not divided.
         experts: routed experts.
-        other: norms and biases; not divided.
+        other: norms, biases and the like; not divided.
     """
 
     embedding: int = 0
@@ -64,6 +81,9 @@ class Parameters:
     router: int = 0
     experts: int = 0
     other: int = 0
+
+    def __add__(self, more: "Weights") -> "Weights":
+        return Weights(*(getattr(self, kind) + getattr(more, kind) for kind in _KINDS))
 
     @property
     def total(self) -> int:
@@ -76,81 +96,525 @@ class Parameters:
         return self.query + self.key_value + self.dense + self.router + self.other
 
 
+_KINDS: Final = tuple(item.name for item in fields(Weights))
+
+
+class StoredBits(Protocol):
+    """How wide weights are stored; `quantization.Quantization` is one."""
+
+    @property
+    def method(self) -> str:
+        """What to call it."""
+
+    @property
+    def activation_bits(self) -> int | None:
+        """Bits of the activations that most weights are multiplied with; None where they are not quantised."""
+
+    def bits(self, module: str, columns: int | None = None) -> float:
+        """Bits of one weight of a module as stored, with its share of scales.
+
+        Args:
+            module: as published files name it, as in `model.layers.3.mlp.experts.0.gate_proj`.
+            columns: inputs of the matrix, where a scale for each row is to be counted.
+        """
+
+
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The shape of a decoder-only transformer with grouped-query attention and gated feed-forward parts.
+class UniformBits:
+    """The same width for all weights, but for the embedding and the output matrix.
 
     Attributes:
-        name: what to call it.
-        layers: transformer blocks, those for multi-token prediction not counted.
-        hidden: width of the residual stream.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: width of a head.
-        vocabulary: tokens of the vocabulary.
-        context_tokens: longest sequence that the model claims.
-        architecture: the class that engines load it with, as their logs name it.
-        intermediate: width of the feed-forward part in layers without experts; 0 where there is no such layer.
-        experts: routed experts in each layer that has them; 0 for a dense model.
-        experts_per_token: routed experts that each token passes through.
-        expert_intermediate: width of one routed expert.
-        shared_experts: experts that every token passes through.
-        shared_intermediate: width of all shared experts of a layer together.
-        dense_layers: layers without experts in a model that has them; in a dense model all layers are.
-        mtp_layers: further layers for multi-token prediction, loaded only when they are used.
-        tied_embeddings: the output matrix is the input embedding.
-        other_parameters: norms and biases of the whole model, without the multi-token prediction layers.
-        weight_bits: bits of one weight of the layers as stored, with its share of the scales of quantisation.
-        embedding_bits: bits of one weight of the embedding and of the output matrix.
+        layers: bits of a weight of the layers.
+        ends: bits of a weight of the embedding and of the output matrix.
+    """
+
+    layers: float = 16.0
+    ends: float = 16.0
+
+    @property
+    def method(self) -> str:
+        """What to call it."""
+        return f"{self.layers:g} bits"
+
+    @property
+    def activation_bits(self) -> int | None:
+        """8 for weights of exactly 8 bits, which are multiplied in fp8; narrower ones are widened first."""
+        return 8 if self.layers == 8 else None
+
+    def bits(self, module: str, columns: int | None = None) -> float:
+        """As in `StoredBits`."""
+        del columns
+        return self.layers if ".layers." in module else self.ends
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A weight matrix of a layer, or as many alike as there are experts.
+
+    Attributes:
+        name: within its layer, as published files name it, as in `self_attn.q_proj`; for experts that of the first.
+        kind: what it is for. Those of kind `other`, and those whose name ends in `bias`, always have 16 bits.
+        parameters: in one copy.
+        copies: how many there are.
+        most_cards: cards that it divides over at most; more hold copies. None is without limit.
     """
 
     name: str
-    layers: int
-    hidden: int
+    kind: WeightKind
+    parameters: int
+    copies: int = 1
+    most_cards: int | None = None
+
+    def on_card(self, split: Split) -> int:
+        """Parameters that one card holds of it."""
+        if self.kind == "experts":
+            cards = max(split.tensor, split.expert)
+        else:
+            cards = min(split.tensor, self.most_cards or split.tensor)
+        return -(-self.parameters * self.copies // cards)
+
+
+def _whole(name: str, kind: WeightKind, parameters: int) -> Module:
+    return Module(name, kind, parameters, most_cards=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention with its own heads of keys and values, some of which several query heads may share.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: width of a query and key head.
+        value_dim: width of a value head; None is as `head_dim`.
+        window: latest tokens that it sees; None is all. Older ones need no cache.
+        chunked: it sees only tokens of its own stretch of `window` tokens, rather than the latest.
+        shares_kv: it reads the keys and values of an earlier layer, and has none of its own.
+        output_gate: the query projection is twice as wide, for a gate on the output.
+        value_is_key: values are computed by the key projection. The cache holds both.
+        other: norms, biases and the like.
+        name: of the module in its layer.
+    """
+
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int | None = None
+    window: int | None = None
+    chunked: bool = False
+    shares_kv: bool = False
+    output_gate: bool = False
+    value_is_key: bool = False
+    other: int = 0
+    name: str = "self_attn"
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    def modules(self, hidden: int) -> Iterator[Module]:
+        """Weight modules, in a model of this width."""
+        gates = 2 if self.output_gate else 1
+        yield Module(f"{self.name}.q_proj", "query", gates * hidden * self.heads * self.head_dim)
+        if not self.shares_kv:
+            yield Module(
+                f"{self.name}.k_proj", "key_value", hidden * self.kv_heads * self.head_dim, most_cards=self.kv_heads
+            )
+            if not self.value_is_key:
+                size = hidden * self.kv_heads * self.value_head_dim
+                yield Module(f"{self.name}.v_proj", "key_value", size, most_cards=self.kv_heads)
+        yield Module(f"{self.name}.o_proj", "query", hidden * self.heads * self.value_head_dim)
+        yield _whole(f"{self.name}.norm", "other", self.other)
+
+    def check_tensor(self, model: str, cards: int) -> None:
+        """Raise if `cards` cannot share it."""
+        if self.heads % cards:
+            raise ConfigError(
+                f"{model} has {self.heads} attention heads, which {cards} cards cannot share evenly; "
+                "set a tensor-parallel size that divides them"
+            )
+        if self.kv_heads % cards and cards % self.kv_heads:
+            raise ConfigError(
+                f"{model} has {self.kv_heads} key-value heads; a tensor-parallel size of {cards} neither "
+                "divides them nor is a multiple of them"
+            )
+
+    def token_bytes(self, kv_bits: float, cards: int) -> float:
+        """Bytes of one token in the cache of one of `cards` cards that share the layer."""
+        if self.shares_kv:
+            return 0.0
+        return -(-self.kv_heads // cards) * (self.head_dim + self.value_head_dim) * kv_bits / 8
+
+    def state_bytes(self, cards: int, state_bits: float | None) -> float:
+        """Bytes of a sequence whatever its length, on one of `cards` cards: none."""
+        del cards, state_bits
+        return 0.0
+
+    @property
+    def prefill_products(self) -> int:
+        """Multiplications for each pair of a prompt's token and one that it sees."""
+        return self.heads * (self.head_dim + self.value_head_dim)
+
+    @property
+    def decode_products(self) -> int:
+        """Multiplications for each pair of a decoded token and one that it sees."""
+        return self.prefill_products
+
+    @property
+    def activations(self) -> int:
+        """Elements of one token between the projections, over all cards."""
+        return (self.heads + self.kv_heads) * (self.head_dim + self.value_head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """What chooses the tokens that latent attention looks at, with a cache of keys of its own (DeepSeek V3.2).
+
+    Attributes:
+        heads: its heads.
+        head_dim: width of its one key and of each of its queries.
+    """
+
+    heads: int
+    head_dim: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in its cache: 8 bits for each element, and a scale of 32 bits for every 128 of them.
+
+        Source: vLLM 0.32, `model_executor/models/deepseek_v2.py`.
+        """
+        return self.head_dim + -(-self.head_dim // 128) * 4
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention: the cache holds one latent per token, of which each card needs all (DeepSeek-V2).
+
+    Attributes:
+        heads: query heads.
+        latent: width of the latent of keys and values (`kv_lora_rank`).
+        rope_dim: width of the part of a key that carries the position, which all heads share.
+        nope_dim: width of the rest of a key head.
+        value_dim: width of a value head.
+        query_latent: width of the latent of queries; None where they are projected at once.
+        indexer: what chooses the tokens to look at; None where all are looked at.
+        other: norms, biases and the like.
+        name: of the module in its layer.
+    """
+
+    heads: int
+    latent: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    query_latent: int | None = None
+    indexer: Indexer | None = None
+    other: int = 0
+    name: str = "self_attn"
+
+    window: Final = None
+
+    def modules(self, hidden: int) -> Iterator[Module]:
+        """Weight modules, in a model of this width."""
+        query = self.heads * (self.nope_dim + self.rope_dim)
+        if self.query_latent is None:
+            yield Module(f"{self.name}.q_proj", "query", hidden * query)
+        else:
+            yield _whole(f"{self.name}.q_a_proj", "key_value", hidden * self.query_latent)
+            yield Module(f"{self.name}.q_b_proj", "query", self.query_latent * query)
+        yield _whole(f"{self.name}.kv_a_proj_with_mqa", "key_value", hidden * (self.latent + self.rope_dim))
+        yield Module(
+            f"{self.name}.kv_b_proj", "query", self.latent * self.heads * (self.nope_dim + self.value_dim)
+        )
+        yield Module(f"{self.name}.o_proj", "query", hidden * self.heads * self.value_dim)
+        if self.indexer is not None:
+            heads, width = self.indexer.heads, self.indexer.head_dim
+            yield _whole(f"{self.name}.indexer.wq_b", "key_value", (self.query_latent or hidden) * heads * width)
+            yield _whole(f"{self.name}.indexer.wk", "key_value", hidden * width)
+            yield _whole(f"{self.name}.indexer.weights_proj", "key_value", hidden * heads)
+        yield _whole(f"{self.name}.norm", "other", self.other)
+
+    def check_tensor(self, model: str, cards: int) -> None:
+        """Raise if `cards` cannot share it."""
+        if self.heads % cards:
+            raise ConfigError(
+                f"{model} has {self.heads} attention heads, which {cards} cards cannot share evenly; "
+                "set a tensor-parallel size that divides them"
+            )
+
+    def token_bytes(self, kv_bits: float, cards: int) -> float:
+        """Bytes of one token in the cache of each card.
+
+        With an indexer a cache of 8 bits keeps the part with the position in 16 bits, and a scale of 32 bits for every
+        128 elements of the latent; without one all elements are alike. Source: vLLM 0.32, `flashmla_sparse.py`.
+        """
+        del cards
+        if self.indexer is None:
+            return (self.latent + self.rope_dim) * kv_bits / 8
+        scales = -(-self.latent // 128) * 4 if kv_bits < 16 else 0
+        return self.latent * kv_bits / 8 + self.rope_dim * 2 + scales + self.indexer.token_bytes
+
+    def state_bytes(self, cards: int, state_bits: float | None) -> float:
+        """Bytes of a sequence whatever its length, on one of `cards` cards: none."""
+        del cards, state_bits
+        return 0.0
+
+    @property
+    def prefill_products(self) -> int:
+        """Multiplications for each pair of a prompt's token and one that it sees, the latent being expanded first."""
+        return self.heads * (self.nope_dim + self.rope_dim + self.value_dim)
+
+    @property
+    def decode_products(self) -> int:
+        """Multiplications for each pair of a decoded token and one that it sees, all heads reading the latent itself."""
+        return self.heads * (2 * self.latent + self.rope_dim)
+
+    @property
+    def activations(self) -> int:
+        """Elements of one token between the projections, over all cards."""
+        return self.heads * (2 * self.nope_dim + 2 * self.rope_dim + 2 * self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """A mixer that keeps a state of constant size for each sequence instead of its tokens (Mamba, gated delta net, KDA).
+
+    Attributes:
+        heads: heads of the state, divided among cards.
+        head_elements: elements of the state of one head.
+        channels: channels of the short convolution that divide with the heads.
+        groups: groups of further channels, each of which some heads share; where there are fewer than cards, each card
+            has one. 0 where there are none.
+        group_channels: channels of the convolution in one group.
+        past_tokens: inputs that the convolution remembers.
+        projections: its weight modules.
+        state_bits: bits of an element of the state; None is as wide as the convolution's.
+        conv_bits: bits of an element that the convolution remembers.
+    """
+
+    heads: int
+    head_elements: int
+    channels: int
+    past_tokens: int
+    projections: tuple[Module, ...]
+    groups: int = 0
+    group_channels: int = 0
+    state_bits: float | None = None
+    conv_bits: float = 16.0
+
+    window: Final = None
+
+    def modules(self, hidden: int) -> Iterator[Module]:
+        """Weight modules, in a model of this width."""
+        del hidden
+        yield from self.projections
+
+    def check_tensor(self, model: str, cards: int) -> None:
+        """Raise if `cards` cannot share it."""
+        if self.heads % cards:
+            raise ConfigError(
+                f"{model} has {self.heads} heads in its recurrent layers, which {cards} cards cannot share evenly; "
+                "set a tensor-parallel size that divides them"
+            )
+        if self.groups > 1 and self.groups % cards:
+            raise ConfigError(
+                f"{model} has {self.groups} groups in its recurrent layers, which {cards} cards cannot share evenly; "
+                "set a tensor-parallel size that divides them"
+            )
+
+    def token_bytes(self, kv_bits: float, cards: int) -> float:
+        """Bytes of one token: none."""
+        del kv_bits, cards
+        return 0.0
+
+    def state_bytes(self, cards: int, state_bits: float | None) -> float:
+        """Bytes of a sequence whatever its length, on one of `cards` cards.
+
+        Args:
+            cards: that share the layer.
+            state_bits: bits of an element of the state, in place of the model's own.
+        """
+        channels = -(-self.channels // cards) + -(-self.groups // cards) * self.group_channels
+        state = -(-self.heads // cards) * self.head_elements
+        width = state_bits or self.state_bits or self.conv_bits
+        return (channels * self.past_tokens * self.conv_bits + state * width) / 8
+
+    @property
+    def prefill_products(self) -> int:
+        """Multiplications for each pair of tokens: none."""
+        return 0
+
+    @property
+    def decode_products(self) -> int:
+        """Multiplications for each pair of tokens: none."""
+        return 0
+
+    @property
+    def activations(self) -> int:
+        """Elements of one token between the projections, over all cards."""
+        return 2 * (self.channels + self.groups * self.group_channels)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A feed-forward part that is the same for all tokens.
+
+    Attributes:
+        width: of its hidden layer.
+        gated: it has a gate besides its way up and its way down.
+        other: biases.
+        name: of the module in its layer.
+    """
+
+    width: int
+    gated: bool = True
+    other: int = 0
+    name: str = "mlp"
+
+    def modules(self, hidden: int) -> Iterator[Module]:
+        """Weight modules, in a model of this width."""
+        if self.gated:
+            yield Module(f"{self.name}.gate_proj", "dense", hidden * self.width)
+        yield Module(f"{self.name}.up_proj", "dense", hidden * self.width)
+        yield Module(f"{self.name}.down_proj", "dense", hidden * self.width)
+        yield _whole(f"{self.name}.bias", "other", self.other)
+
+    def activations(self, hidden: int, cards: int) -> int:
+        """Elements of one token in it on one of `cards` cards."""
+        del hidden
+        return 3 * self.width // cards
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A feed-forward part of which each token passes through some experts, and through the shared part.
+
+    Attributes:
+        count: routed experts.
+        per_token: routed experts that each token passes through.
+        width: of the hidden layer of one of them.
+        shared_width: of the hidden layers of all shared experts together; 0 is none.
+        gated: they have gates besides their ways up and down.
+        latent: width that the routed experts work in, where it is not the model's.
+        bias: parameters of the biases of one expert.
+        other: further parameters: biases of the router, the shared expert's gate.
+        name: of the module in its layer.
+        router: name of the router in it.
+        shared: name of the shared part in it; the routed ones are `experts`.
+        projections: names of a routed expert's gate, way up and way down.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    shared_width: int = 0
+    gated: bool = True
+    latent: int | None = None
+    bias: int = 0
+    other: int = 0
+    name: str = "mlp"
+    router: str = "gate"
+    shared: str = "shared_experts"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def modules(self, hidden: int) -> Iterator[Module]:
+        """Weight modules, in a model of this width."""
+        yield _whole(f"{self.name}.{self.router}", "router", hidden * self.count)
+        gate, *others = self.projections
+        for name in (gate, *others) if self.gated else others:
+            size = (self.latent or hidden) * self.width
+            yield Module(f"{self.name}.experts.0.{name}", "experts", size, self.count)
+        if self.bias:
+            yield Module(f"{self.name}.experts.bias", "experts", self.bias, self.count)
+        if self.latent is not None:
+            for name in ("fc1_latent_proj", "fc2_latent_proj"):
+                yield _whole(f"{self.name}.{name}", "dense", hidden * self.latent)
+        if self.shared_width:
+            shared = Dense(self.shared_width, self.gated, name=f"{self.name}.{self.shared}")
+            yield from shared.modules(hidden)
+        yield _whole(f"{self.name}.norm", "other", self.other)
+
+    def activations(self, hidden: int, cards: int) -> int:
+        """Elements of one token in it on one of `cards` cards."""
+        return max(3 * self.shared_width // cards, self.per_token * (3 * self.width // cards + hidden))
+
+
+Mixer: TypeAlias = Attention | LatentAttention | RecurrentState
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer.
+
+    Attributes:
+        mixer: lets tokens see earlier ones; None in a layer that is a feed-forward part only.
+        feed_forward: None in a layer that is a mixer only.
+        norms: parameters of its norms.
+        extra: further weight modules.
+    """
+
+    mixer: Mixer | None
+    feed_forward: Dense | Experts | None
+    norms: int = 0
+    extra: tuple[Module, ...] = ()
+
+    def modules(self, hidden: int) -> Iterator[Module]:
+        """Weight modules, in a model of this width."""
+        yield from self.extra
+        if self.mixer is not None:
+            yield from self.mixer.modules(hidden)
+        if self.feed_forward is not None:
+            yield from self.feed_forward.modules(hidden)
+        yield _whole("norm", "other", self.norms)
+
+    @property
+    def experts(self) -> Experts | None:
+        """Its feed-forward part where that has experts."""
+        return self.feed_forward if isinstance(self.feed_forward, Experts) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The shape of a decoder-only language model.
+
+    Attributes:
+        name: what to call it.
+        hidden: width of the residual stream.
+        vocabulary: tokens of the vocabulary.
+        context_tokens: longest sequence that the model claims.
+        layers: its layers in order; layers alike may be the same object. Those for multi-token prediction are not here.
+        mtp: modules for multi-token prediction, each a few layers, loaded only when they are used.
+        architecture: the class that engines load it with, as their logs name it.
+        tied_embeddings: the output matrix is the input embedding.
+        other: parameters outside the layers besides embedding and output matrix: the last norm, a bias of the output.
+        quantization: how wide its weights are stored.
+        prefix: what precedes `layers.0` in the names of its weight modules, as in `model.`.
+        head_name: name of the output matrix.
+        not_counted: parts of the model that no figure here includes, by their keys in the configuration.
+    """
+
+    name: str
+    hidden: int
     vocabulary: int
     context_tokens: int
+    layers: tuple[Layer, ...]
+    mtp: tuple[tuple[Layer, ...], ...] = ()
     architecture: str = ""
-    intermediate: int = 0
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_intermediate: int = 0
-    shared_experts: int = 0
-    shared_intermediate: int = 0
-    dense_layers: int = 0
-    mtp_layers: int = 0
     tied_embeddings: bool = False
-    other_parameters: int = 0
-    weight_bits: float = 16.0
-    embedding_bits: float = 16.0
+    other: int = 0
+    quantization: StoredBits = UniformBits()  # noqa: RUF009 # frozen
+    prefix: str = "model."
+    head_name: str = "lm_head"
+    not_counted: tuple[str, ...] = ()
+
+    # ---- parameters
 
     @property
-    def expert_layers(self) -> int:
-        """Layers with experts, those for multi-token prediction not counted."""
-        return self.layers - self.dense_layers if self.experts else 0
-
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of one routed expert of one layer."""
-        return 3 * self.hidden * self.expert_intermediate
-
-    @property
-    def parameters(self) -> Parameters:
+    def parameters(self) -> Weights:
         """All parameters without those for multi-token prediction."""
-        sparse = self.expert_layers
-        matrix = self.vocabulary * self.hidden
-        return Parameters(
-            embedding=matrix,
-            head=0 if self.tied_embeddings else matrix,
-            query=self.layers * 2 * self.hidden * self.heads * self.head_dim,
-            key_value=self.layers * 2 * self.hidden * self.kv_heads * self.head_dim,
-            dense=3 * self.hidden * ((self.layers - sparse) * self.intermediate + sparse * self.shared_intermediate),
-            router=sparse * self.hidden * self.experts,
-            experts=sparse * self.experts * self.expert_parameters,
-            other=self.other_parameters,
-        )
+        return _parameters(self._stage_modules(0, Split(), 0), Split())
 
     @property
     def total_parameters(self) -> int:
@@ -161,23 +625,43 @@ class ModelShape:
     def active_parameters(self) -> int:
         """Parameters that one token passes through: both the input embedding and the output matrix are counted.
 
-        Publishers differ in whether they count the embedding.
+        Publishers differ in whether they count the embedding; `active_without_embedding` leaves it out.
         """
-        used = self.expert_layers * self.experts_per_token * self.expert_parameters
-        return self.parameters.total - self.parameters.experts + used
+        used = 0
+        for layer in self.layers:
+            if experts := layer.experts:
+                routed = sum(part.parameters for part in experts.modules(self.hidden) if part.kind == "experts")
+                used += routed * experts.per_token
+        parameters = self.parameters
+        return parameters.total - parameters.experts + used
+
+    @property
+    def active_without_embedding(self) -> int:
+        """As `active_parameters`, but the input embedding counts only where it is the output matrix too."""
+        return self.active_parameters - (0 if self.tied_embeddings else self.vocabulary * self.hidden)
 
     @property
     def mtp_parameters(self) -> int:
-        """Parameters of the layers for multi-token prediction.
+        """Parameters of the modules for multi-token prediction, whose embedding and output matrix are the model's."""
+        modules = (part for layers in self.mtp for layer in layers for part in layer.modules(self.hidden))
+        return sum(part.parameters * part.copies for part in modules)
 
-        Each is a layer like the model's last one, and the matrix that joins a token's embedding to the hidden state.
-        """
-        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        if self.experts:
-            mlp = 3 * self.hidden * self.shared_intermediate + self.experts * (self.hidden + self.expert_parameters)
-        else:
-            mlp = 3 * self.hidden * self.intermediate
-        return self.mtp_layers * (attention + mlp + 2 * self.hidden * self.hidden)
+    @property
+    def expert_layers(self) -> int:
+        """Layers with experts, those for multi-token prediction not counted."""
+        return sum(1 for layer in self.layers if layer.experts)
+
+    @property
+    def experts(self) -> int:
+        """Routed experts of a layer that has most of them; 0 for a dense model."""
+        return max((layer.experts.count for layer in self.layers if layer.experts), default=0)
+
+    @property
+    def experts_per_token(self) -> int:
+        """Routed experts that a token passes through, in a layer where these are most."""
+        return max((layer.experts.per_token for layer in self.layers if layer.experts), default=0)
+
+    # ---- division over cards
 
     def check_split(self, split: Split) -> None:
         """Whether the model can be divided like that.
@@ -185,18 +669,12 @@ class ModelShape:
         Raises:
             ConfigError: heads, layers or experts do not divide.
         """
-        if self.heads % split.tensor:
+        for mixer in {layer.mixer for layer in self.layers if layer.mixer is not None}:
+            mixer.check_tensor(self.name, split.tensor)
+        if split.pipeline > len(self.layers):
             raise ConfigError(
-                f"{self.name} has {self.heads} attention heads, which {split.tensor} cards cannot share evenly; "
-                "set a tensor-parallel size that divides them"
+                f"{self.name} has {len(self.layers)} layers, fewer than {split.pipeline} pipeline stages"
             )
-        if self.kv_heads % split.tensor and split.tensor % self.kv_heads:
-            raise ConfigError(
-                f"{self.name} has {self.kv_heads} key-value heads; a tensor-parallel size of {split.tensor} neither "
-                "divides them nor is a multiple of them"
-            )
-        if split.pipeline > self.layers:
-            raise ConfigError(f"{self.name} has {self.layers} layers, fewer than {split.pipeline} pipeline stages")
         if split.expert > 1 and not self.experts:
             raise ConfigError(f"{self.name} has no experts to spread over {split.expert} cards")
         if split.expert > 1 and self.experts % split.expert:
@@ -204,358 +682,162 @@ class ModelShape:
                 f"{self.name} has {self.experts} experts per layer, which {split.expert} cards cannot share evenly"
             )
 
-    def on_card(self, split: Split) -> Parameters:
-        """What the fullest card holds, without the layers for multi-token prediction.
+    def stages(self, pipeline: int) -> tuple[range, ...]:
+        """The layers of each pipeline stage, by their numbers.
+
+        Layers that do not divide evenly go to the stages before the last one, as the last has the output matrix.
+        Source: vLLM 0.32, `distributed/utils.py`.
+        """
+        sizes = [len(self.layers) // pipeline] * pipeline
+        for back in range(len(self.layers) % pipeline):
+            sizes[-2 - back] += 1
+        starts = [sum(sizes[:stage]) for stage in range(pipeline)]
+        return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+    def on_card(self, split: Split, *, mtp_layers: int = 0) -> Weights:
+        """Parameters on the card with most bytes of weights.
 
         Expert parallelism divides nothing but experts; where there are more tensor-parallel cards than expert-parallel
-        ones, each expert is divided among the rest.
+        ones, each expert is divided among the rest. The first stage has the embedding, the last one the output matrix
+        and the modules for multi-token prediction.
 
         Raises:
-            ConfigError: the model cannot be divided like that.
+            ConfigError: the model cannot be divided like that, or has fewer modules for multi-token prediction.
         """
+        return _parameters(self._fullest(split, mtp_layers), split)
+
+    def weight_bytes(self, split: Split | None = None, *, mtp_layers: int = 0) -> Weights:
+        """Bytes of weights as stored, on the card with most of them; without a split, of the whole model.
+
+        Raises:
+            ConfigError: as `on_card`.
+        """
+        divided = split or Split()
+        return self._bytes(self._fullest(divided, mtp_layers), divided)
+
+    def _fullest(self, split: Split, mtp_layers: int) -> Iterable["_Part"]:
+        """The weight modules of the stage with most bytes of weights."""
         self.check_split(split)
-        whole = self.parameters
-        stage = -(-self.layers // split.pipeline)
+        self._check_mtp(mtp_layers)
+        stages = [list(self._stage_modules(stage, split, mtp_layers)) for stage in range(split.pipeline)]
+        return max(stages, key=lambda parts: self._bytes(parts, split).total) if split.pipeline > 1 else stages[0]
 
-        def part(count: int, cards: int) -> int:
-            return -(-count * stage // (self.layers * cards))
+    def _stage_modules(self, stage: int, split: Split, mtp_layers: int) -> Iterator["_Part"]:
+        """The weight modules of one stage, each with what precedes its name."""
+        last = stage == split.pipeline - 1
+        matrix = self.vocabulary * self.hidden
+        if stage == 0:
+            yield self.prefix, Module("embed_tokens", "embedding", matrix)
+        if last:
+            # A tied matrix is held twice where embedding and output are on different cards.
+            if not self.tied_embeddings or stage > 0:
+                yield "", Module(self.head_name, "head", matrix)
+            yield self.prefix, _whole("norm", "other", self.other)
+        layers = [(number, self.layers[number]) for number in self.stages(split.pipeline)[stage]]
+        if last:
+            further = (layer for layers in self.mtp[:mtp_layers] for layer in layers)
+            layers += enumerate(further, len(self.layers))
+        known: dict[int, tuple[Module, ...]] = {}
+        for number, layer in layers:
+            modules = known.get(id(layer)) or known.setdefault(id(layer), tuple(layer.modules(self.hidden)))
+            prefix = f"{self.prefix}layers.{number}."
+            for module in modules:
+                yield prefix, module
 
-        # The first stage has the embedding and the last one the output matrix, so no card has both.
-        staged = split.pipeline > 1
-        return Parameters(
-            embedding=0 if staged and whole.head else -(-whole.embedding // split.tensor),
-            head=-(-whole.head // split.tensor),
-            query=part(whole.query, split.tensor),
-            key_value=part(whole.key_value, min(split.tensor, self.kv_heads)),
-            dense=part(whole.dense, split.tensor),
-            router=part(whole.router, 1),
-            experts=part(whole.experts, max(split.tensor, split.expert)),
-            other=part(whole.other, 1),
-        )
+    def _bytes(self, parts: Iterable["_Part"], split: Split) -> Weights:
+        bits = self.quantization.bits
+        totals = dict.fromkeys(_KINDS, 0.0)
+        for prefix, module in parts:
+            plain = module.kind == "other" or module.name.endswith("bias")
+            totals[module.kind] += module.on_card(split) * (16.0 if plain else bits(prefix + module.name)) / 8
+        return Weights(**{kind: round(total) for kind, total in totals.items()})
 
-    def weight_bytes(self, parameters: Parameters) -> int:
-        """Bytes that these parameters take as stored. Norms and biases have 16 bits."""
-        matrices = parameters.always_read - parameters.other + parameters.experts
-        bits = matrices * self.weight_bits + (parameters.embedding + parameters.head) * self.embedding_bits
-        return round(bits / 8) + 2 * parameters.other
+    def _check_mtp(self, mtp_layers: int) -> None:
+        if mtp_layers > len(self.mtp):
+            raise ConfigError(
+                f"{self.name} has {len(self.mtp)} modules for multi-token prediction, not {mtp_layers}"
+            )
+
+    def with_bits(self, layers: float, ends: float | None = None) -> "ModelShape":
+        """The same model with weights of another width.
+
+        Args:
+            layers: bits of a weight of the layers, with its share of scales.
+            ends: bits of a weight of the embedding and the output matrix; None leaves them as they are.
+        """
+        if ends is None:
+            ends = self.quantization.bits(f"{self.prefix}embed_tokens")
+        return replace(self, quantization=UniformBits(layers, ends))
+
+    # ---- what sequences hold
 
     def kv_bytes_per_token(self, kv_bits: float = 16.0, split: Split | None = None, *, mtp_layers: int = 0) -> int:
-        """Bytes that one token takes in the KV cache of one card.
+        """Bytes by which a long sequence grows for each token, on the card where these are most.
+
+        Layers that see a window, or that keep a state, do not grow.
 
         Args:
             kv_bits: bits of one element as stored, with its share of scales.
             split: how the model is divided; None is one card.
-            mtp_layers: layers for multi-token prediction that are in use and have a cache of their own.
+            mtp_layers: modules for multi-token prediction that are in use and have a cache of their own.
         """
         divided = split or Split()
-        heads = -(-self.kv_heads // divided.tensor)
-        layers = -(-self.layers // divided.pipeline) + mtp_layers
-        return round(2 * layers * heads * self.head_dim * kv_bits / 8)
+        return self._most(
+            divided,
+            mtp_layers,
+            lambda mixer: mixer.token_bytes(kv_bits, divided.tensor) if mixer.window is None else 0.0,
+        )
+
+    def sequence_bytes(
+        self,
+        tokens: int,
+        kv_bits: float = 16.0,
+        split: Split | None = None,
+        *,
+        mtp_layers: int = 0,
+        state_bits: float | None = None,
+        clip_windows: bool = True,
+    ) -> int:
+        """Bytes that a sequence of this length holds, on the card where these are most.
+
+        Args:
+            tokens: length of the sequence.
+            kv_bits: bits of one element of the cache as stored, with its share of scales.
+            split: how the model is divided; None is one card.
+            mtp_layers: modules for multi-token prediction that are in use and have a cache of their own.
+            state_bits: bits of an element of a recurrent state, in place of the model's own.
+            clip_windows: layers that see a window hold no more than it; false is for engines that keep all tokens.
+        """
+        divided = split or Split()
+
+        def held(mixer: Mixer) -> float:
+            kept = tokens if mixer.window is None or not clip_windows else min(tokens, mixer.window)
+            return mixer.token_bytes(kv_bits, divided.tensor) * kept + mixer.state_bytes(divided.tensor, state_bits)
+
+        return self._most(divided, mtp_layers, held)
+
+    def state_bytes(self, split: Split | None = None, *, state_bits: float | None = None) -> int:
+        """Bytes that a sequence holds whatever its length, on the card where these are most."""
+        divided = split or Split()
+        return self._most(divided, 0, lambda mixer: mixer.state_bytes(divided.tensor, state_bits))
+
+    def _most(self, split: Split, mtp_layers: int, amount: Callable[[Mixer], float]) -> int:
+        """An amount summed over the mixers of each stage, of the stage where it is most."""
+        self._check_mtp(mtp_layers)
+
+        def summed(layers: Iterable[Layer]) -> float:
+            return sum(amount(layer.mixer) for layer in layers if layer.mixer is not None)
+
+        sums = [summed(self.layers[number] for number in stage) for stage in self.stages(split.pipeline)]
+        sums[-1] += summed(layer for layers in self.mtp[:mtp_layers] for layer in layers)
+        return round(max(sums))
 
 
-def read_model(source: str | Path) -> ModelShape:
-    """Read a model's shape.
-
-    Args:
-        source: a `config.json`, a folder that has one, or one of the names in `BUILT_IN_MODELS`.
-
-    Raises:
-        ConfigError: there is no such file or name, it is not a model's configuration, or something in it is missing or
-            not known. The message names the file.
-    """
-    name = str(source)
-    if name.lower() in _BUILT_IN:
-        return _shape(name.lower(), _Config(f"built-in model {name.lower()}", _BUILT_IN[name.lower()]))
-    path = Path(source)
-    if path.is_dir():
-        path /= "config.json"
-    if not path.is_file():
-        close = difflib.get_close_matches(name.lower(), BUILT_IN_MODELS, n=1)
-        advice = f"; did you mean {close[0]!r}?" if close else f"; built-in models: {', '.join(BUILT_IN_MODELS)}"
-        raise ConfigError(f"{path}: no such file, nor a model known by that name{advice}")
-    title = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return _shape(title, _Config(str(path), _read_json(path)))
+_Part: TypeAlias = tuple[str, Module]
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        with path.open("rb") as file:
-            body = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if len(body) > _MAX_BYTES:
-        raise ConfigError(f"{path}: larger than {_MAX_BYTES} bytes; a model's config.json is not")
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: must be a JSON object")
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Config:
-    """The keys of one configuration, asked for by type."""
-
-    where: str
-    values: Mapping[str, Any]
-
-    def error(self, message: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {message}")
-
-    def count(self, *keys: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number under the first of these keys that is there and not null."""
-        for key in keys:
-            value = self.values.get(key)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise self.error(f"{key} is {value!r}; it must be a whole number of at least {least}")
-            return value
-        if default is None:
-            raise self.error(f"{keys[0]} is missing")
-        return default
-
-    def flag(self, key: str, *, default: bool = False) -> bool:
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(f"{key} is {value!r}; it must be true or false")
-        return value
-
-
-def _dense(config: _Config, layers: int) -> dict[str, int]:
-    del layers
-    return {"intermediate": config.count("intermediate_size")}
-
-
-def _mixtral(config: _Config, layers: int) -> dict[str, int]:
-    del layers
-    return {
-        "experts": config.count("num_local_experts"),
-        "experts_per_token": config.count("num_experts_per_tok"),
-        "expert_intermediate": config.count("intermediate_size"),
-    }
-
-
-def _qwen_moe(config: _Config, layers: int) -> dict[str, int]:
-    step = config.count("decoder_sparse_step", default=1)
-    only = config.values.get("mlp_only_layers") or ()
-    if not isinstance(only, list | tuple):
-        raise config.error("mlp_only_layers must be a list")
-    sparse = sum(1 for layer in range(layers) if layer not in only and (layer + 1) % step == 0)
-    width = config.count("moe_intermediate_size")
-    shared = config.count("shared_expert_intermediate_size", default=0, least=0)
-    return {
-        "experts": config.count("num_experts"),
-        "experts_per_token": config.count("num_experts_per_tok"),
-        "expert_intermediate": width,
-        "shared_experts": -(-shared // width),
-        "shared_intermediate": shared,
-        "dense_layers": layers - sparse,
-        "intermediate": config.count("intermediate_size") if sparse < layers else 0,
-    }
-
-
-def _hy3(config: _Config, layers: int) -> dict[str, int]:
-    kinds = config.values.get("mlp_layer_types")
-    if kinds is None:
-        dense = config.count("first_k_dense_replace", default=1, least=0)
-    elif isinstance(kinds, list) and len(kinds) == layers and set(kinds) <= {"dense", "sparse"}:
-        dense = kinds.count("dense")
-    else:
-        raise config.error(f'mlp_layer_types must have "dense" or "sparse" for each of the {layers} layers')
-    width = config.count("moe_intermediate_size", "expert_hidden_dim")
-    shared = config.count("num_shared_experts", default=1, least=0)
-    return {
-        "experts": config.count("num_experts", "num_local_experts"),
-        "experts_per_token": config.count("num_experts_per_tok"),
-        "expert_intermediate": width,
-        "shared_experts": shared,
-        "shared_intermediate": shared * width,
-        "dense_layers": dense,
-        "intermediate": config.count("intermediate_size") if dense else 0,
-        "mtp_layers": config.count("num_nextn_predict_layers", default=0, least=0),
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class _Architecture:
-    """How the models of one `model_type` differ from the others.
-
-    Attributes:
-        name: the class that engines load them with.
-        feed_forward: reads the fields of `ModelShape` that have to do with feed-forward parts.
-        qkv_bias: query, key and value always have biases.
-        qk_norm: queries and keys are normalised per head.
-        window: the key that turns sliding-window attention on, be it with true or with a width.
-    """
-
-    name: str
-    feed_forward: Callable[[_Config, int], dict[str, int]]
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    window: str | None = None
-
-
-_ARCHITECTURES: Final[Mapping[str, _Architecture]] = MappingProxyType(
-    {
-        "llama": _Architecture("LlamaForCausalLM", _dense),
-        "mistral": _Architecture("MistralForCausalLM", _dense, window="sliding_window"),
-        "mixtral": _Architecture("MixtralForCausalLM", _mixtral, window="sliding_window"),
-        "qwen2": _Architecture("Qwen2ForCausalLM", _dense, qkv_bias=True, window="use_sliding_window"),
-        "qwen2_moe": _Architecture("Qwen2MoeForCausalLM", _qwen_moe, qkv_bias=True, window="use_sliding_window"),
-        "qwen3": _Architecture("Qwen3ForCausalLM", _dense, qk_norm=True, window="use_sliding_window"),
-        "qwen3_moe": _Architecture("Qwen3MoeForCausalLM", _qwen_moe, qk_norm=True, window="use_sliding_window"),
-        "hy_v3": _Architecture("HYV3ForCausalLM", _hy3, qk_norm=True),
-    }
-)
-
-
-def _shape(name: str, config: _Config) -> ModelShape:
-    kind = config.values.get("model_type")
-    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
-        raise config.error(f"model_type {kind!r} is not known; known: {', '.join(_ARCHITECTURES)}")
-    architecture = _ARCHITECTURES[kind]
-    if architecture.window and config.values.get(architecture.window):
-        raise config.error(f"{architecture.window} is set: sliding-window attention of {kind} is not known")
-    for layer_kind in config.values.get("layer_types") or ():
-        if layer_kind != "full_attention":
-            raise config.error(f"layer_types has {layer_kind!r}; only full_attention is known for {kind}")
-    layers = config.count("num_hidden_layers")
-    hidden = config.count("hidden_size")
-    heads = config.count("num_attention_heads")
-    kv_heads = config.count("num_key_value_heads", default=heads)
-    if heads % kv_heads:
-        raise config.error(f"{heads} num_attention_heads cannot share {kv_heads} num_key_value_heads evenly")
-    head_dim = config.count("head_dim", default=hidden // heads)
-    parts = architecture.feed_forward(config, layers)
-    if parts.get("experts_per_token", 0) > parts.get("experts", 0):
-        raise config.error(f"num_experts_per_tok is {parts['experts_per_token']}, more than there are experts")
-    if parts.get("dense_layers", 0) > layers:
-        raise config.error(f"{parts['dense_layers']} layers without experts are more than num_hidden_layers")
-    small = 2 * hidden
-    small += 2 * head_dim if architecture.qk_norm else 0
-    if architecture.qkv_bias:
-        small += (heads + 2 * kv_heads) * head_dim
-    elif config.flag("attention_bias"):
-        small += (heads + 2 * kv_heads) * head_dim + hidden
-    if config.flag("mlp_bias"):
-        small += 2 * parts.get("intermediate", 0) + hidden
-    weight_bits, embedding_bits = _bits(config)
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocabulary=config.count("vocab_size"),
-        context_tokens=config.count("max_position_embeddings"),
-        architecture=architecture.name,
-        tied_embeddings=config.flag("tie_word_embeddings"),
-        other_parameters=layers * small + hidden,
-        weight_bits=weight_bits,
-        embedding_bits=embedding_bits,
-        **parts,
-    )
-
-
-_DTYPE_BITS: Final[Mapping[str, float]] = MappingProxyType({"bfloat16": 16.0, "float16": 16.0, "float32": 16.0})
-"""Bits in a card's memory by the stored type: engines load float32 as 16 bits unless they are told otherwise."""
-
-
-def _bits(config: _Config) -> tuple[float, float]:
-    """(bits of a weight of the layers, bits of a weight of embedding and output matrix)."""
-    dtype = config.values.get("torch_dtype") or config.values.get("dtype") or "bfloat16"
-    if dtype not in _DTYPE_BITS:
-        raise config.error(f"torch_dtype {dtype!r} is not known; known: {', '.join(_DTYPE_BITS)}")
-    plain = _DTYPE_BITS[dtype]
-    quantisation = config.values.get("quantization_config")
-    if quantisation is None:
-        return plain, plain
-    if not isinstance(quantisation, dict):
-        raise config.error("quantization_config must be an object")
-    method = quantisation.get("quant_method")
-    if method in ("fp8", "fbgemm_fp8"):
-        return 8.0, plain
-    if method in ("awq", "gptq"):
-        inner = _Config(f"{config.where}: quantization_config", quantisation)
-        bits = inner.count("bits", "w_bit")
-        group = inner.count("group_size", "q_group_size", least=-1)
-        # Each group of weights has a scale of 16 bits and a zero point as wide as a weight.
-        return bits + ((16 + bits) / group if group > 0 else 0.0), plain
-    raise config.error(f"quantization_config.quant_method {method!r} is not known; known: fp8, fbgemm_fp8, awq, gptq")
-
-
-_BUILT_IN: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "hy3": {
-            "model_type": "hy_v3",
-            "num_hidden_layers": 80,
-            "num_nextn_predict_layers": 1,
-            "hidden_size": 4096,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 120832,
-            "max_position_embeddings": 262144,
-            "intermediate_size": 13312,
-            "first_k_dense_replace": 1,
-            "num_experts": 192,
-            "num_experts_per_tok": 8,
-            "num_shared_experts": 1,
-            "moe_intermediate_size": 1536,
-        },
-        "llama-3.1-8b": {
-            "model_type": "llama",
-            "num_hidden_layers": 32,
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-            "max_position_embeddings": 131072,
-            "intermediate_size": 14336,
-        },
-        "qwen2.5-7b": {
-            "model_type": "qwen2",
-            "num_hidden_layers": 28,
-            "hidden_size": 3584,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 152064,
-            "max_position_embeddings": 32768,
-            "intermediate_size": 18944,
-        },
-        "qwen3-30b-a3b": {
-            "model_type": "qwen3_moe",
-            "num_hidden_layers": 48,
-            "hidden_size": 2048,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "max_position_embeddings": 40960,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-        },
-        "mixtral-8x7b": {
-            "model_type": "mixtral",
-            "num_hidden_layers": 32,
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 32000,
-            "max_position_embeddings": 32768,
-            "intermediate_size": 14336,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-    }
-)
-
-BUILT_IN_MODELS: Final[tuple[str, ...]] = tuple(_BUILT_IN)
-"""Models whose shape is known without a file, by the values of their published `config.json`."""
+def _parameters(parts: Iterable[_Part], split: Split) -> Weights:
+    totals = dict.fromkeys(_KINDS, 0)
+    for _, module in parts:
+        totals[module.kind] += module.on_card(split)
+    return Weights(**totals)

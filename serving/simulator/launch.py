@@ -12,6 +12,10 @@ The arithmetic is each engine's own, as far as it can be known without running i
     llama.cpp   divides its context (`-c`) among its slots when their number is given, else four slots share it. A
                 context that is not given is fitted to the memory that is left. Experts may stay in main memory.
 
+Pools are counted in tokens that cost alike. Where layers see a window or keep a state, a token costs its share of a
+request of full length, so that the pool holds as many of those as it should, but fewer short ones than a real one where
+windows, and more where states make the difference.
+
 What cannot be known (code, workspace of kernels, buffers of the links) is a constant here, set so that published sizes
 of the KV pool come out within a tenth.
 """
@@ -143,7 +147,7 @@ class _Launch:
         kv_bytes = kv_blocks * block_tokens * self.kv_token_bytes
         planned = self.weights_bytes + kv_bytes + workspace_bytes
         planned += activation_token_bytes * token_budget + request_bytes * max_batch
-        total_weights = self.model.weight_bytes(self.model.parameters)
+        total_weights = self.model.weight_bytes().total
         return ServerSpec(
             engine=self.engine,
             release=self.release,
@@ -251,8 +255,7 @@ def launch(
         if not 1 <= weight_bits <= 32:
             raise ConfigError(f"weight_bits is {weight_bits:g}; it must be between 1 and 32")
         # A GGUF file's bits are an average over everything in it; other files leave embedding and output matrix alone.
-        embedding_bits = weight_bits if habits.is_ggml else shape.embedding_bits
-        shape = replace(shape, weight_bits=weight_bits, embedding_bits=embedding_bits)
+        shape = shape.with_bits(weight_bits, weight_bits if habits.is_ggml else None)
     if not habits.is_ggml and (host_expert_ratio or partitioned is not None or physical_batch_tokens):
         raise ConfigError(
             f"experts in main memory, slots that share a KV cache and a physical batch mean nothing to {engine}"
@@ -281,8 +284,9 @@ def launch(
         raise ConfigError(
             f"{asked.where('max_model_len')}: {context} tokens are more than the {shape.context_tokens} of {shape.name}"
         )
+    longest = context or shape.context_tokens
     physical = (physical_batch_tokens or 512) if habits.is_ggml else None
-    on_card = shape.on_card(split)
+    on_card = shape.weight_bytes(split)
     if habits.is_ggml:
         # The input embedding stays in main memory; where it is the output matrix too, the card has a copy.
         on_card = replace(on_card, embedding=0, head=on_card.head or on_card.embedding)
@@ -307,7 +311,7 @@ def launch(
         ),
         utilization=asked.gpu_memory_utilization,
         max_batch=max_batch or asked.max_batch_size,
-        context_tokens=context or shape.context_tokens,
+        context_tokens=longest,
         context_given=context is not None,
         token_budget=token_budget or asked.max_num_batched_tokens,
         block_tokens=block_tokens,
@@ -317,8 +321,8 @@ def launch(
         physical_tokens=physical or 0,
         host_expert_ratio=host_expert_ratio,
         usable_bytes=which.memory_bytes - _DRIVER_BYTES,
-        weights_bytes=shape.weight_bytes(on_card),
-        kv_token_bytes=shape.kv_bytes_per_token(_KV_BITS[kv_name], split),
+        weights_bytes=on_card.total,
+        kv_token_bytes=-(-shape.sequence_bytes(longest, _KV_BITS[kv_name], split) // longest),
         activation_token_bytes=_activation_bytes(shape, split),
         kv_type=kv_name,
     )
@@ -354,10 +358,10 @@ def _split(habits: "_Habits", model: ModelShape, settings: Settings, cards: int)
 
 def _activation_bytes(model: ModelShape, split: Split) -> int:
     """Activations of one token in a layer on one card, in 16 bits: residual and norms, attention, feed-forward."""
-    attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim // split.tensor
-    dense = 3 * max(model.intermediate, model.shared_intermediate) // split.tensor
-    routed = model.experts_per_token * (3 * model.expert_intermediate // split.tensor + model.hidden)
-    return 2 * (6 * model.hidden + attention + max(dense, routed))
+    mixers = {layer.mixer for layer in model.layers if layer.mixer is not None}
+    parts = {layer.feed_forward for layer in model.layers if layer.feed_forward is not None}
+    attention = max(mixer.activations for mixer in mixers) // split.tensor
+    return 2 * (6 * model.hidden + attention + max(part.activations(model.hidden, split.tensor) for part in parts))
 
 
 def _vllm(start: _Launch) -> ServerSpec:

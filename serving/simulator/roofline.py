@@ -7,10 +7,14 @@ takes as long as its arithmetic or its memory traffic, whichever is longer. A st
     attention   of prompts: max(FLOPs, bytes of keys and values); of decoding: bytes of keys and values
     host        experts that stay in main memory: read there by the processor, or copied to the card
     links       two all-reduces for each layer, where cards share layers; hops between pipeline stages
+    states      of recurrent layers: each sequence's is read and written, whatever its length
     overhead    launching kernels, scheduling, sampling
 
 A token that meets k of E experts at random leaves each untouched with probability 1 - k/E, so T tokens meet
 E (1 - (1 - k/E)^T) of them. That is why decoding alone is fast in a model of experts, and why a batch is less so.
+
+Layers that see a window read no more than it. Of latent attention prompts expand the latent, and decoding reads it as it
+is; where an indexer chooses tokens, all are counted as read, which is too much for long contexts.
 
 The shares of peak and the overheads are in `Efficiency`; its docstring says what they were set by.
 """
@@ -79,7 +83,7 @@ class Terms:
         weight_bytes: reading weights from the card's memory.
         matrix_flops: arithmetic with them. Of these two only the longer counts.
         prefill_attention: attention of prompt tokens.
-        decode_attention: reading the keys and values of decoding sequences.
+        decode_attention: reading the keys, values and states of decoding sequences.
         host: experts in main memory.
         links: exchange between cards.
         overhead: everything that does not depend on the work.
@@ -125,8 +129,8 @@ class Roofline:
     on average the fullest of n cards has about m + sqrt(2 m ln n).
 
     Args:
-        model: shape of the model, with the bits of its weights. Weights of exactly 8 bits are multiplied in fp8 where
-            the card can; narrower ones are widened first, as engines do.
+        model: shape of the model, with the bits of its weights. Weights whose activations have 8 bits are multiplied in
+            fp8 where the card can; narrower ones are widened first, as engines do.
         card: one of the cards, which are all alike.
         split: how the model is divided over them; None is one card.
         kv_bits: bits of an element of the KV cache.
@@ -143,6 +147,7 @@ class Roofline:
     __slots__ = (
         "_compute",
         "_decode_context",
+        "_decode_state",
         "_expert_bytes",
         "_expert_parallel",
         "_experts",
@@ -160,6 +165,9 @@ class Roofline:
         "_prefill_bytes",
         "_prefill_flops",
         "_token_flops",
+        "_window",
+        "_window_bytes",
+        "_window_flops",
     )
 
     def __init__(
@@ -187,17 +195,16 @@ class Roofline:
         tensor = split.tensor
         cards_of_experts = max(tensor, split.expert)
         bandwidth = card.memory_bandwidth * reached.bandwidth
-        wide = model.weight_bits == 8 and card.fp8_flops is not None
+        wide = model.quantization.activation_bits == 8 and card.fp8_flops is not None
         peak = card.fp8_flops if wide and card.fp8_flops is not None else card.bf16_flops
 
         # Over all stages: a batch is divided among them, but each part of it reads every stage's weights.
-        whole = model.on_card(Split(tensor, 1, split.expert))
+        layout = Split(tensor, 1, split.expert)
+        whole, stored = model.on_card(layout), model.weight_bytes(layout)
         head = whole.head or whole.embedding
-        always = model.weight_bytes(whole) - round(whole.experts * model.weight_bits / 8)
-        always -= round((whole.embedding + whole.head - head) * model.embedding_bits / 8)
-        self._fixed_bytes = always / bandwidth
-        one_expert = model.expert_layers * model.expert_parameters
-        expert_bytes = one_expert * model.weight_bits / 8
+        self._fixed_bytes = (stored.always_read + (stored.head or stored.embedding)) / bandwidth
+        one_expert = model.parameters.experts / max(1, model.experts)
+        expert_bytes = model.weight_bytes().experts / max(1, model.experts)
         on_card = 1 - host_expert_ratio
         self._experts = float(model.experts)
         self._expert_parallel = split.expert if split.expert > 1 else 0
@@ -213,11 +220,18 @@ class Roofline:
         self._token_flops = 2 * (dense / (peak * reached.compute) + used / (peak * reached.expert_compute))
         self._head_flops = 2 * head / (card.bf16_flops * reached.compute)
 
-        kv = model.kv_bytes_per_token(kv_bits, Split(tensor)) / (card.memory_bandwidth * reached.attention_bandwidth)
-        flops = 4 * model.layers * (model.heads // tensor) * model.head_dim / (card.bf16_flops * reached.compute)
-        self._prefill_flops = flops
-        self._prefill_bytes = kv
-        self._decode_context = max(kv, flops)
+        mixers = [layer.mixer for layer in model.layers if layer.mixer is not None]
+        read = card.memory_bandwidth * reached.attention_bandwidth
+        product = 2 / (card.bf16_flops * reached.compute * tensor)
+        endless = [mixer for mixer in mixers if mixer.window is None]
+        windowed = [mixer for mixer in mixers if mixer.window is not None]
+        self._prefill_flops = product * sum(mixer.prefill_products for mixer in endless)
+        self._prefill_bytes = sum(mixer.token_bytes(kv_bits, tensor) for mixer in endless) / read
+        self._decode_context = max(self._prefill_bytes, product * sum(mixer.decode_products for mixer in endless))
+        self._window = float(max((mixer.window or 0 for mixer in windowed), default=0))
+        self._window_flops = product * sum(mixer.prefill_products for mixer in windowed)
+        self._window_bytes = sum(mixer.token_bytes(kv_bits, tensor) for mixer in windowed) / read
+        self._decode_state = 2 * sum(mixer.state_bytes(tensor, None) for mixer in mixers) / read
 
         self._host_bytes = expert_bytes * host_expert_ratio / (host.memory_bandwidth * reached.host_bandwidth)
         self._host_copy = expert_bytes * host_expert_ratio / host.pcie_bandwidth
@@ -227,13 +241,13 @@ class Roofline:
         self._link_latency = self._link_token = 0.0
         link = card.link_bandwidth * reached.link_bandwidth
         if tensor > 1:
-            self._link_latency = 2 * model.layers * reached.collective_seconds
-            self._link_token = 2 * model.layers * 2 * (tensor - 1) / tensor * 2 * model.hidden / link
+            self._link_latency = 2 * len(model.layers) * reached.collective_seconds
+            self._link_token = 2 * len(model.layers) * 2 * (tensor - 1) / tensor * 2 * model.hidden / link
         self._link_latency += (split.pipeline - 1) * reached.collective_seconds
         self._link_token += (split.pipeline - 1) * 2 * model.hidden / link
         self._overhead = (
             reached.step_seconds
-            + reached.layer_seconds * model.layers
+            + reached.layer_seconds * len(model.layers)
             + reached.expert_layer_seconds * model.expert_layers
             + reached.host_layer_seconds * model.expert_layers * host_expert_ratio
         )
@@ -258,11 +272,8 @@ class Roofline:
             if self._expert_parallel:
                 met = self._fullest(met)
             weights += self._expert_bytes * met * passes
-        attention = 0.0
-        if prefill:
-            context = work.prefill_context_tokens
-            attention = max(context * self._prefill_flops, context / prefill * self._prefill_bytes)
-        decode = work.decode_context_tokens * self._decode_context
+        attention = self._prefill_attention(work)
+        decode = self._decode_attention(work)
         if self._pipeline > 1:
             flops /= self._pipeline
             attention /= self._pipeline
@@ -279,24 +290,38 @@ class Roofline:
             met = -self._experts * math.expm1(self._log_miss * (tokens / passes))
             there = max(self._host_bytes * met * passes, self._host_compute * tokens)
             host = min(there, self._host_copy * met * passes)
-        prefill = 0.0
-        if work.prefill_tokens:
-            context = work.prefill_context_tokens
-            prefill = max(context * self._prefill_flops, context / work.prefill_tokens * self._prefill_bytes)
+        prefill = self._prefill_attention(work)
         read = self._fullest(met) if self._expert_parallel and met else met
         flops = self._token_flops * tokens + self._head_flops * (work.decode_sequences or 1)
         return Terms(
             weight_bytes=(self._fixed_bytes + self._expert_bytes * read) * passes,
             matrix_flops=flops / stages,
             prefill_attention=prefill / stages,
-            decode_attention=work.decode_context_tokens
-            * self._decode_context
-            / min(stages, work.decode_sequences or 1),
+            decode_attention=self._decode_attention(work) / min(stages, work.decode_sequences or 1),
             host=host,
             links=self._link_latency * passes + self._link_token * tokens,
             overhead=self._overhead,
             distinct_experts=met,
         )
+
+    def _prefill_attention(self, work: Work) -> float:
+        """Seconds for attention of prompts, on one card of one stage after the other."""
+        tokens, context = work.prefill_tokens, work.prefill_context_tokens
+        if not tokens:
+            return 0.0
+        seconds = max(context * self._prefill_flops, context / tokens * self._prefill_bytes)
+        if self._window:
+            near = min(context, tokens * self._window)
+            seconds += max(near * self._window_flops, near / tokens * self._window_bytes)
+        return seconds
+
+    def _decode_attention(self, work: Work) -> float:
+        """Seconds for reading what decoding sequences left in the cache, on one card of one stage after the other."""
+        seconds = work.decode_context_tokens * self._decode_context + work.decode_sequences * self._decode_state
+        if self._window:
+            near = min(work.decode_context_tokens, work.decode_sequences * self._window)
+            seconds += near * max(self._window_bytes, self._window_flops)
+        return seconds
 
     def _fullest(self, met: float) -> float:
         """Experts to count as read when the step waits for the card with most of them."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from serving.cards import CARDS, Card, Host, find_card
 from serving.errors import ConfigError
 from serving.model import ModelShape, read_model
+from serving.model.families import shape_of
 from serving.settings import Settings
 from serving.simulator.dialects.base import StartFailure
 from serving.simulator.launch import LaunchFailure, launch
@@ -17,12 +18,36 @@ from serving.simulator.spec import OnFull, ServerSpec, Work
 GIB = 2**30
 H100_NVL = Card("NVIDIA H100 NVL", (), 95830 * 2**20, 3.9e12, 835e12, 1671e12, 300e9)
 RTX_6000_ADA = Card("NVIDIA RTX 6000 Ada Generation", (), 49140 * 2**20, 0.96e12, 364e12, 728e12, 32e9)
-QWEN3_8B = ModelShape("qwen3-8b", 36, 4096, 32, 8, 128, 151936, 40960, "", 12288)
-QWEN3_14B = ModelShape("qwen3-14b", 40, 5120, 40, 8, 128, 151936, 40960, "", 17408)
-QWEN3_32B = ModelShape("qwen3-32b", 64, 5120, 64, 8, 128, 151936, 40960, "", 25600)
-QWEN3_235B = replace(
-    ModelShape("qwen3-235b", 94, 4096, 64, 4, 128, 151936, 40960, "", 0, 128, 8, 1536), weight_bits=8.0
-)
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+
+
+def qwen3(name, layers, hidden, intermediate, **others) -> ModelShape:
+    values = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": intermediate} | others
+    return shape_of(QWEN3 | values, name=name, where="a test")
+
+
+QWEN3_8B = qwen3("qwen3-8b", 36, 4096, 12288)
+QWEN3_14B = qwen3("qwen3-14b", 40, 5120, 17408, num_attention_heads=40)
+QWEN3_32B = qwen3("qwen3-32b", 64, 5120, 25600, num_attention_heads=64)
+QWEN3_235B = qwen3(
+    "qwen3-235b",
+    94,
+    4096,
+    12288,
+    model_type="qwen3_moe",
+    num_attention_heads=64,
+    num_key_value_heads=4,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=1536,
+).with_bits(8)
 
 
 def settings(**values) -> Settings:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from serving.cards import Card, Host, find_card
 from serving.errors import ConfigError
 from serving.model import ModelShape, Split, read_model
+from serving.model.families import shape_of
 from serving.simulator.roofline import Affine, Efficiency, Roofline
 from serving.simulator.spec import Work
 
@@ -19,15 +20,25 @@ QWEN_7B = read_model("qwen2.5-7b")
 LLAMA_8B = read_model("llama-3.1-8b")
 QWEN_MOE = read_model("qwen3-30b-a3b")
 # 4.85 bits is what llama.cpp's Q4_K_M comes to over a whole file.
-QWEN_MOE_4BIT = replace(QWEN_MOE, weight_bits=4.85, embedding_bits=4.85)
-MIXTRAL_4BIT = replace(read_model("mixtral-8x7b"), weight_bits=4.85, embedding_bits=4.85)
+QWEN_MOE_4BIT = QWEN_MOE.with_bits(4.85, 4.85)
+MIXTRAL_4BIT = read_model("mixtral-8x7b").with_bits(4.85, 4.85)
 H200 = find_card("h200")
 
 
 def dense(layers, hidden, heads, kv_heads, intermediate, vocabulary, *, tied=False) -> ModelShape:
-    return ModelShape(
-        "dense", layers, hidden, heads, kv_heads, 128, vocabulary, 40960, "", intermediate, tied_embeddings=tied
-    )
+    values = {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": tied,
+    }
+    return shape_of(values, name="dense", where="a test")
 
 
 def hy3_on_8_h200(**options) -> Roofline:
@@ -62,7 +73,7 @@ def prefill_speed(cost: Roofline, prompt: int, chunk: int) -> float:
 
 RTX_3080 = Card("NVIDIA GeForce RTX 3080", (), 10 * 2**30, 0.760e12, 59.5e12, None, 32e9)
 RTX_2080 = Card("NVIDIA GeForce RTX 2080", (), 8 * 2**30, 0.448e12, 40e12, None, 16e9)
-LLAMA_8B_4BIT = replace(LLAMA_8B, weight_bits=4.85, embedding_bits=4.85)
+LLAMA_8B_4BIT = LLAMA_8B.with_bits(4.85, 4.85)
 
 PUBLISHED = [
     # GitHub issue or pull request, cost, context, tokens per second of a single stream
@@ -176,7 +187,7 @@ def test_a_small_physical_batch_slows_prefill_most_where_experts_have_to_be_copi
 
 MACHINES = [
     # cost, tokens per step, sequences at once that fit at either context, shorter and longer context
-    pytest.param(Roofline(replace(HY3, weight_bits=8.0), H200, split=Split(8)), 8192, 48, 1024, 32768, id="hy3"),
+    pytest.param(Roofline(HY3.with_bits(8), H200, split=Split(8)), 8192, 48, 1024, 32768, id="hy3"),
     pytest.param(Roofline(QWEN_7B, find_card("4090")), 2048, 8, 1024, 8192, id="7b"),
     pytest.param(half_offloaded(), 2048, 1, 1024, 32768, id="moe"),
     pytest.param(Roofline(LLAMA_8B, H200), 8192, 24, 1024, 32768, id="llama"),
@@ -257,13 +268,15 @@ def test_tokens_meet_as_many_experts_as_in_a_lottery(tokens):
 
 
 def test_a_model_whose_tokens_meet_all_experts_reads_them_all():
-    shape = replace(QWEN_MOE, experts_per_token=128)
+    layer = QWEN_MOE.layers[0]
+    layer = replace(layer, feed_forward=replace(layer.feed_forward, per_token=128))
+    shape = replace(QWEN_MOE, layers=(layer,) * len(QWEN_MOE.layers))
     assert Roofline(shape, H200).terms(Work(0, 0, 1, 1)).distinct_experts == 128
     assert Roofline(LLAMA_8B, H200).terms(Work(0, 0, 1, 1)).distinct_experts == 0
 
 
 def test_weights_of_8_bits_are_multiplied_in_fp8_where_the_card_can():
-    narrow = replace(LLAMA_8B, weight_bits=8.0)
+    narrow = LLAMA_8B.with_bits(8)
     speeds = [prefill_speed(Roofline(model, H200), 4096, 4096) for model in (LLAMA_8B, narrow)]
     assert speeds[1] > 1.5 * speeds[0]
     a100 = find_card("a100-80gb")

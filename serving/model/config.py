@@ -1,0 +1,106 @@
+"""The keys of one model configuration, asked for by type, with errors that name the file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serving.errors import ConfigError
+
+__all__ = ["Config"]
+
+_MOST = 2**40
+"""Numbers above this one are no sizes of models, and only make figures overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A configuration.
+
+    Attributes:
+        where: what to call it in errors: its file.
+        values: what is in it.
+    """
+
+    where: str
+    values: Mapping[str, Any]
+
+    def error(self, message: str) -> ConfigError:
+        """An error about this configuration."""
+        return ConfigError(f"{self.where}: {message}")
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there, be it null."""
+        return key in self.values
+
+    def count(self, *keys: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number under the first of these keys that is there and not null.
+
+        Raises:
+            ConfigError: none is there and there is no default, or it is no such number.
+        """
+        for key in keys:
+            value = self.values.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
+                raise self.error(f"{key} is {str(value)[:60]!r}; it must be a whole number of at least {least}")
+            return value
+        if default is None:
+            raise self.error(f"{keys[0]} is missing")
+        return default
+
+    def maybe(self, key: str, *, default: int | None = None, least: int = 1) -> int | None:
+        """A whole number that may be null; `default` is for a key that is not there at all."""
+        if self.values.get(key) is None:
+            return None if key in self.values else default
+        return self.count(key, least=least)
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """True or false."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(f"{key} is {str(value)[:60]!r}; it must be true or false")
+        return value
+
+    def words(self, key: str, known: Mapping[str, str], length: int) -> list[str] | None:
+        """A list of this many words, each translated by `known`; None if the key is not there."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length:
+            raise self.error(f"{key} must say what each of the {length} layers is")
+        for word in value:
+            if not isinstance(word, str) or word not in known:
+                raise self.error(f"{key} has {str(word)[:60]!r}; known: {', '.join(known)}")
+        return [known[word] for word in value]
+
+    def numbers(self, key: str, least: int = 0) -> list[int]:
+        """A list of whole numbers; empty if the key is not there."""
+        value = self.values.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list | tuple) or not all(
+            isinstance(item, int) and not isinstance(item, bool) and least <= item <= _MOST for item in value
+        ):
+            raise self.error(f"{key} must be a list of whole numbers of at least {least}")
+        return list(value)
+
+    def per_layer(self, key: str, layer: int, length: int, *, default: int | None = None, least: int = 1) -> int:
+        """A whole number for one layer, where the key has one for all or a list with one for each."""
+        if not isinstance(self.values.get(key), list):
+            return self.count(key, default=default, least=least)
+        numbers = self.numbers(key, least)
+        if len(numbers) != length:
+            raise self.error(f"{key} must have a number for each of the {length} layers")
+        return numbers[layer]
+
+    def inner(self, key: str) -> "Config | None":
+        """An object inside of it; None if there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.error(f"{key} must be an object")
+        return Config(f"{self.where}: {key}", value)
