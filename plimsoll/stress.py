@@ -42,11 +42,12 @@ from plimsoll.conclusion import document, interrupted_document
 from plimsoll.evidence import Drain, Evidence, Prepared, StageRun
 from plimsoll.report import clean, render_stress
 from serving.clock import NS, SystemClock
-from serving.engines import ENGINES, Complaint, ScrapeFailure, TargetFacts, probe, scrape, startup_facts
+from serving.engines import ENGINES, Complaint, ScrapeFailure, TargetFacts, probe, scrape
 from serving.errors import ConfigError, TargetError
 from serving.records import Event, RequestRecord, Stage
 from serving.settings import Settings, read_settings
 from serving.smoke import smoke
+from serving.startup import logged_limits
 
 __all__ = ["EXAMPLES", "StressOptions", "add_arguments", "execute", "finish", "run"]
 
@@ -324,7 +325,7 @@ class _StressRun:
                 facts = replace(facts, kv_cache_capacity_tokens=capacity, notes=())
         if log is None:
             return facts
-        logged = startup_facts(ENGINES[facts.engine], log)
+        logged = logged_limits(ENGINES[facts.engine], log)
         if not logged:
             raise ConfigError(f"--log {options.log}: no start-up line of {facts.engine} in it; is it the right log?")
         if "max_running_requests" in logged:

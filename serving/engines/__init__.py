@@ -6,12 +6,16 @@ from serving.engines.base import (
     Dialect,
     Engine,
     Limits,
+    LogDump,
+    LogFact,
+    LogRule,
+    LogTable,
     Reading,
     SidePage,
     Source,
     TargetFacts,
 )
-from serving.engines.exchange import ENGINES, ScrapeFailure, probe, scrape, startup_facts
+from serving.engines.exchange import ENGINES, ScrapeFailure, probe, scrape
 
 __all__ = [
     "ENGINES",
@@ -20,6 +24,10 @@ __all__ = [
     "Dialect",
     "Engine",
     "Limits",
+    "LogDump",
+    "LogFact",
+    "LogRule",
+    "LogTable",
     "Reading",
     "ScrapeFailure",
     "SidePage",
@@ -27,5 +35,4 @@ __all__ = [
     "TargetFacts",
     "probe",
     "scrape",
-    "startup_facts",
 ]

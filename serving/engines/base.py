@@ -21,6 +21,10 @@ __all__ = [
     "Dialect",
     "Engine",
     "Limits",
+    "LogDump",
+    "LogFact",
+    "LogRule",
+    "LogTable",
     "Reading",
     "SidePage",
     "Source",
@@ -164,6 +168,93 @@ class TargetFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class LogFact:
+    """Something that a start-up log says, and where.
+
+    Attributes:
+        value: as a number where it is one.
+        line: number of the line in the file, from 1.
+        text: the line, cut; of a line that repeats all arguments, keys among them, only the argument in question.
+    """
+
+    value: str | int | float
+    line: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogRule:
+    """One kind of line of a start-up log, and what it tells.
+
+    Lines are searched, never matched from their beginning: what stands in front of a message changes with every
+    release and supervisor. What a line tells is in the names of the pattern's groups:
+
+    - a canonical settings key: the value that was really taken;
+    - `asked_` and a key: what the start was given, which may be cut down later;
+    - `asked`, `taken`: the two sides of a clamp of the key that `clamps` names;
+    - `weights_gib`, `kv_gib`, `state_gib`, `graphs_gib`, `activations_gib`, `non_torch_gib`, `kv_tokens`, `kv_blocks`:
+      figures of the rank that printed the line;
+    - `device` with `model_mib`, `kv_mib`, `state_mib`, `compute_mib`, `output_mib`: buffers of that device;
+    - `version`, `model`, `concurrency`, `concurrency_tokens`, `offloaded_layers`, `layers`: of the whole start;
+    - `lasted`: seconds that the phase in `lasting` took up to this line;
+    - any other name: for the table's own `settle`.
+
+    Attributes:
+        words: text that every such line has; looked for before the pattern is tried.
+        pattern: regular expression that is searched in the line.
+        phase: phase of the start that begins with this line.
+        lasting: phase whose duration the line tells.
+        clamps: settings key that the line says was cut.
+        adds: figures of several such lines add up (pools, models and files of one start).
+        first: the first such line of a start counts, not the last (later ones are of draft models).
+        hybrid: only models with sliding-window or state layers beside attention print it.
+    """
+
+    words: str
+    pattern: str
+    phase: str = ""
+    lasting: str = ""
+    clamps: str = ""
+    adds: bool = False
+    first: bool = False
+    hybrid: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LogDump:
+    """A line that repeats the whole configuration as `key=value` or `'key': value`.
+
+    Attributes:
+        words: text that every such line has, just before the first key.
+        names: the engine's own key -> group name as in `LogRule`. The first mention of a key counts.
+    """
+
+    words: str
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class LogTable:
+    """How an engine's start-up log is read.
+
+    Attributes:
+        starts: words of the lines with which a process introduces itself. One after the start had got further begins
+            another start.
+        rules: in the order in which they are tried; every rule that fits a line counts.
+        dumps: lines of the whole configuration.
+        settle: facts that follow from others: (name -> fact of the whole start, (rank, figure) -> number) -> facts to
+            add or replace, by settings key.
+        unlogged: settings key -> why a start-up log may lack it, and where else it can be seen.
+    """
+
+    starts: tuple[str, ...]
+    rules: tuple[LogRule, ...]
+    dumps: tuple[LogDump, ...] = ()
+    settle: Callable[[Mapping[str, LogFact], Mapping[tuple[str, str], float]], dict[str, LogFact]] = lambda _, __: {}
+    unlogged: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Dialect:
     """How one engine speaks, apart from its signals.
 
@@ -185,8 +276,7 @@ class Dialect:
         complaints: patterns of error messages, first match wins.
         fact_pages: pages that tell limits; each entry is one page under the paths it had over time.
         read_limits: (model's entry in /v1/models, path -> JSON, reading or None) -> limits.
-        read_log: start-up log -> what it has of `max_running_requests`, `kv_cache_capacity_tokens`, `context_tokens`.
-        log_tells_max_running: whether a start-up log always holds the batch limit.
+        log: how its start-up log is read.
     """
 
     default_port: int
@@ -203,8 +293,7 @@ class Dialect:
     complaints: tuple[tuple[Complaint, re.Pattern[str]], ...]
     fact_pages: tuple[tuple[str, ...], ...]
     read_limits: Callable[[Mapping[str, Any], Mapping[str, Any], Reading | None], Limits]
-    read_log: Callable[[str], dict[str, int]]
-    log_tells_max_running: bool
+    log: LogTable
     reserved_output_ratio: float = 0.0
     preallocates_kv_cache: bool = True
 

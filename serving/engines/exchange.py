@@ -13,7 +13,7 @@ from serving.engines.vllm import VLLM
 from serving.errors import TargetError
 from serving.exposition import Exposition, parse
 
-__all__ = ["ENGINES", "ScrapeFailure", "probe", "scrape", "startup_facts"]
+__all__ = ["ENGINES", "ScrapeFailure", "probe", "scrape"]
 
 ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (VLLM, SGLANG, LLAMACPP)}
 """Every engine that Plimsoll knows, by name."""
@@ -151,17 +151,6 @@ def probe(
         metrics_supported=reading is not None,
         notes=limits.notes,
     )
-
-
-def startup_facts(engine: Engine, log_text: str) -> dict[str, int]:
-    """Limits that a start-up log states: `max_running_requests`, `kv_cache_capacity_tokens`, `context_tokens`.
-
-    What the log does not state is absent. Log text is no API: the figures of the last start in the log are taken.
-    """
-    try:
-        return engine.dialect.read_log(log_text)
-    except ValueError:  # a figure of thousands of digits: no log of a server
-        return {}
 
 
 _KEY_ADVICE = "set PLIMSOLL_API_KEY to a key that the target accepts"

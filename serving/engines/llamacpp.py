@@ -16,6 +16,9 @@ from serving.engines.base import (
     Dialect,
     Engine,
     Limits,
+    LogFact,
+    LogRule,
+    LogTable,
     Reading,
     SidePage,
     Source,
@@ -110,41 +113,102 @@ def _read_limits(card: Mapping[str, Any], pages: Mapping[str, Any], reading: Rea
     )
 
 
-_SLOT_COUNT = re.compile(r"\bn_slots = (\d+)")
-_SLOT_CONTEXT = re.compile(r"\bn_ctx_slot = (\d+)")
-_UNIFIED = re.compile(r"\bkv_unified = '(true|false)'")
-_CAPPED_POOL = re.compile(
-    r"capping per-slot context \((\d+)\) to --kv-unified-per-slot"
-    r"|the slot context \((\d+)\) exceeds the training context"
-)
-"""A shared pool is larger than what one slot may use of it."""
-_TOTAL_CONTEXT = re.compile(r"llama_context: n_ctx +?= (\d+)")
-
-
-def _read_log(text: str) -> dict[str, int]:
-    facts = {}
-    slots, context = _last(_SLOT_COUNT, text), _last(_SLOT_CONTEXT, text)
+def _settle(told: Mapping[str, LogFact], figures: Mapping[tuple[str, str], float]) -> dict[str, LogFact]:  # noqa: ARG001
+    settled: dict[str, LogFact] = {}
+    # What the server's slots are told last is what requests get; the context below them may be larger.
+    slots, slot = told.get("slots"), told.get("slot_tokens")
     if slots is not None:
-        facts["max_running_requests"] = int(slots)
-    if context is not None:
-        facts["context_tokens"] = int(context)
-    unified = _last(_UNIFIED, text)
-    if unified == "true" and context is not None:
-        capped = _CAPPED_POOL.findall(text)
-        facts["kv_cache_capacity_tokens"] = int("".join(capped[-1]) if capped else context)
-    elif unified == "false" and slots is not None and context is not None:
-        facts["kv_cache_capacity_tokens"] = int(slots) * int(context)
-    else:
-        total = _last(_TOTAL_CONTEXT, text)
-        if total is not None:
-            facts["kv_cache_capacity_tokens"] = int(total)
-    return facts
+        settled["max_batch_size"] = slots
+    if slot is not None:
+        settled["max_model_len"] = slot
+    unified, pool = told.get("unified"), told.get("pool_tokens")
+    if unified is not None and slot is not None and str(unified.value) == "true":
+        # A shared pool is larger than what one slot may use of it where a slot was capped.
+        settled["kv_cache_capacity_tokens"] = pool or slot
+    elif unified is not None and slot is not None and slots is not None:
+        settled["kv_cache_capacity_tokens"] = LogFact(int(slots.value) * int(slot.value), slot.line, slot.text)
+    elif "context_tokens" in told:
+        settled["kv_cache_capacity_tokens"] = told["context_tokens"]
+    return settled
 
 
-def _last(pattern: re.Pattern[str], text: str) -> str | None:
-    # The last start counts in a log that was appended to.
-    found = pattern.findall(text)
-    return str(found[-1]) if found else None
+_CONTEXT = r"llama_(?:context|new_context_with_model|init_from_model): "
+_MIB = r" buffer size = +(?P<{}>[\d.]+) MiB"
+_LOG = LogTable(
+    starts=(
+        "build_info: ",
+        "build: ",
+        "common_params_print_info",
+        ": loading model",
+        "llama_model_loader: loaded meta",
+    ),
+    rules=(
+        LogRule("build", r"\bbuild: (?P<version>\d+ \(\w+\))"),
+        LogRule("build_info: ", r"build_info: (?P<version>b(?!0\b)[\w-]+)"),
+        LogRule("build=", r"\bbuild=(?P<version>\d+) commit="),
+        LogRule("loading model '", r"loading model '(?P<model>[^']+)'", phase="weights"),
+        LogRule(
+            "loaded meta data with",
+            r"key-value pairs and \d+ tensors from (?P<model>.+?) \(version",
+            phase="weights",
+            first=True,
+        ),
+        LogRule("loading model tensors", r"load_tensors: loading model tensors", phase="weights"),
+        LogRule("layers to GPU", r"offloaded (?P<offloaded_layers>\d+)/(?P<layers>\d+) layers to GPU", first=True),
+        LogRule(
+            " buffer size = ", r"load_tensors: +(?P<device>\S+) (?:model )?" + _MIB[1:].format("model_mib"), adds=True
+        ),
+        LogRule("constructing llama_context", r"constructing llama_context", phase="kv_pool"),
+        LogRule("n_ctx ", _CONTEXT + r"n_ctx +=\s+(?P<context_tokens>\d+)", phase="kv_pool", first=True),
+        LogRule("n_seq_max", _CONTEXT + r"n_seq_max +=\s+(?P<asked_max_batch_size>\d+)", first=True),
+        LogRule("n_ctx_", _CONTEXT + r"n_ctx_(?:per_)?seq +=\s+(?P<asked_max_model_len>\d+)", first=True),
+        LogRule("n_batch ", _CONTEXT + r"n_batch +=\s+(?P<max_num_batched_tokens>\d+)", first=True),
+        LogRule("n_ubatch ", _CONTEXT + r"n_ubatch +=\s+(?P<physical_batch_tokens>\d+)", first=True),
+        LogRule("kv_unified", r"\bkv_unified += '?(?P<unified>true|false)"),
+        LogRule("KV buffer size", r"(?P<device>\S+) KV" + _MIB.format("kv_mib"), adds=True),
+        LogRule("RS buffer size", r"(?P<device>\S+) RS" + _MIB.format("state_mib"), adds=True, hybrid=True),
+        LogRule("K (", r"\bK \((?P<kv_cache_dtype>\w+)\):", first=True),
+        LogRule("SWA KV cache", r"creating (?:non-)?SWA KV cache", hybrid=True),
+        LogRule("output buffer size", r"(?P<device>\S+) +output" + _MIB.format("output_mib")),
+        LogRule("reserving", r"sched_reserve: reserving", phase="workspace"),
+        LogRule("compute buffer size", r"(?P<device>\S+) compute" + _MIB.format("compute_mib"), phase="workspace"),
+        LogRule("warming up the model", r"warming up the model", phase="warmup"),
+        LogRule(
+            "context size reduced from",
+            r"context size reduced from (?P<asked>\d+) to (?P<taken>\d+)",
+            clamps="kv_cache_capacity_tokens",
+        ),
+        LogRule(
+            "rounding down to",
+            r"n_ctx is not divisible by n_seq_max\b.*?rounding down to (?P<taken>\d+)",
+            clamps="kv_cache_capacity_tokens",
+        ),
+        LogRule(
+            "exceeds the training context",
+            r"the slot context \((?P<asked>\d+)\) exceeds the training context of the model \((?P<taken>\d+)\)",
+            clamps="max_model_len",
+        ),
+        LogRule("exceeds the training context", r"the slot context \((?P<pool_tokens>\d+)\) exceeds"),
+        LogRule(
+            "capping per-slot context",
+            r"capping per-slot context \((?P<asked>\d+)\) to --kv-unified-per-slot \((?P<taken>\d+)\)",
+            clamps="max_model_len",
+        ),
+        LogRule("capping per-slot context", r"capping per-slot context \((?P<pool_tokens>\d+)\) to"),
+        LogRule("n_slots = ", r"\bn_slots = (?P<slots>\d+)"),
+        LogRule("n_ctx_slot = ", r"\bn_ctx_slot = (?P<slot_tokens>\d+)"),
+        LogRule("new slot, n_ctx = ", r"new slot, n_ctx = (?P<slot_tokens>\d+)"),
+        LogRule("model loaded", r"\bmodel loaded\b", phase="ready"),
+        LogRule("listening on http", r"\blistening on http", phase="ready"),
+    ),
+    settle=_settle,
+    unlogged={
+        "kv_cache_capacity_tokens": "llama.cpp prints n_ctx and the KV buffers at verbosity 4 (-lv 4)",
+        "max_num_batched_tokens": "llama.cpp prints n_batch at verbosity 4 (-lv 4)",
+        "kv_cache_dtype": "llama.cpp prints the types of K and V at verbosity 4 (-lv 4)",
+        "tensor_parallel_size": "llama.cpp prints the buffers of each device at verbosity 4 (-lv 4)",
+    },
+)
 
 
 LLAMACPP = Engine(
@@ -201,8 +265,7 @@ LLAMACPP = Engine(
         ),
         fact_pages=(("/props",), (_SLOTS,)),
         read_limits=_read_limits,
-        read_log=_read_log,
-        log_tells_max_running=True,
+        log=_LOG,
     ),
     side_page=SidePage(
         path=_SLOTS,

@@ -17,6 +17,10 @@ from serving.engines.base import (
     Dialect,
     Engine,
     Limits,
+    LogDump,
+    LogFact,
+    LogRule,
+    LogTable,
     Reading,
     Source,
     whole_number,
@@ -74,17 +78,96 @@ def _sum_of_all(parts: list[int | None]) -> int | None:
     return sum(known) if known and len(known) == len(parts) else None
 
 
-_SIZES = re.compile(r"max_total_num_tokens=(\d+),[^\n]*?max_running_requests=(\d+)(?:,[^\n]*?context_len=(\d+))?")
+def _settle(told: Mapping[str, LogFact], figures: Mapping[tuple[str, str], float]) -> dict[str, LogFact]:
+    evidence = told.get("kv_tokens")
+    tokens = [int(value) for (_, figure), value in figures.items() if figure == "kv_tokens"]
+    if evidence is None or not tokens:
+        return {}
+    return {"kv_cache_capacity_tokens": LogFact(min(tokens), evidence.line, evidence.text)}
 
 
-def _read_log(text: str) -> dict[str, int]:
-    facts: dict[str, int] = {}
-    for tokens, running, context in _SIZES.findall(text):
-        facts["kv_cache_capacity_tokens"] = int(tokens)
-        facts["max_running_requests"] = int(running)
-        if context:
-            facts["context_tokens"] = int(context)
-    return facts
+_GB = r"=(?P<{}>[\d.]+) GB"  # which means GiB
+_LOG = LogTable(
+    starts=("server_args=",),
+    dumps=(
+        LogDump(
+            "server_args=",
+            {
+                "model_path": "model",
+                "mem_fraction_static": "gpu_memory_utilization",
+                "kv_cache_dtype": "kv_cache_dtype",
+                "tp_size": "tensor_parallel_size",
+                "pp_size": "pipeline_parallel_size",
+                "dp_size": "data_parallel_size",
+                "ep_size": "expert_parallel_size",
+                "max_running_requests": "asked_max_batch_size",
+                "max_total_tokens": "asked_kv_cache_capacity_tokens",
+                "context_length": "asked_max_model_len",
+                "chunked_prefill_size": "asked_max_num_batched_tokens",
+            },
+        ),
+    ),
+    rules=(
+        LogRule("SGLang", r"SGLang (?:version|v)[: ]*v?(?P<version>\d[\w.+]*)"),
+        LogRule("Load weight begin", r"Load weight begin", phase="weights"),
+        LogRule(
+            "Load weight end", r"Load weight end\b.*?mem usage" + _GB.format("weights_gib"), phase="kv_pool", adds=True
+        ),
+        LogRule("KV Cache is allocated", r"KV Cache is allocated\b.*?dtype: (?:torch\.)?(?P<kv_cache_dtype>\w+)"),
+        LogRule("sing KV cache dtype", r"[Uu]sing KV cache dtype: (?:torch\.)?(?P<kv_cache_dtype>\w+)"),
+        LogRule("K size: ", r"\bK size: (?P<kv_gib>[\d.]+) GB", adds=True),
+        LogRule("V size: ", r"\bV size: (?P<kv_gib>[\d.]+) GB", adds=True),
+        LogRule("KV size: ", r"\bKV size: (?P<kv_gib>[\d.]+) GB", adds=True),
+        LogRule("Mamba Cache is allocated", r"conv_state size: (?P<state_gib>[\d.]+) ?GB", adds=True, hybrid=True),
+        LogRule("Mamba Cache is allocated", r"ssm_state size: (?P<state_gib>[\d.]+) ?GB", adds=True, hybrid=True),
+        LogRule("sliding window memory pool", r"[Uu]se sliding window memory pool", hybrid=True),
+        LogRule("SWAKVPool mem usage", r"SWAKVPool mem usage", hybrid=True),
+        LogRule("Memory pool end", r"Memory pool end", phase="workspace"),
+        LogRule("raph begin", r"Capture .*[Gg]raph begin", phase="graphs"),
+        LogRule("raph end", r"[Gg]raph end\b.*?mem usage" + _GB.format("graphs_gib"), phase="warmup", adds=True),
+        LogRule(
+            "max_running_requests was reduced",
+            r"max_running_requests was reduced from (?:the )?requested (?P<asked>\d+) to (?P<taken>\d+)",
+            clamps="max_batch_size",
+        ),
+        LogRule(
+            "max_running_requests is capped",
+            r"max_running_requests is capped to (?P<taken>\d+) by",
+            clamps="max_batch_size",
+        ),
+        LogRule(
+            "unning requests is reset",
+            r"[Mm]ax running requests is reset to (?P<taken>\d+)",
+            clamps="max_batch_size",
+        ),
+        LogRule(
+            "larger than the profiled value",
+            r"max_total_tokens=(?P<asked>\d+)\b.*? larger than the profiled value (?P<taken>\d+)",
+            clamps="kv_cache_capacity_tokens",
+        ),
+        LogRule(
+            "prefill size is adjusted",
+            r"prefill size is adjusted to (?P<taken>\d+)",
+            clamps="max_num_batched_tokens",
+        ),
+        LogRule("max_total_num_tokens=", r"\bmax_total_num_tokens=(?P<kv_tokens>\d+)", phase="warmup"),
+        LogRule(
+            "max_total_num_tokens=",
+            r"\bmax_total_num_tokens=\d+.*?\bchunked_prefill_size=(?P<max_num_batched_tokens>\d+)",
+        ),
+        LogRule(
+            "max_total_num_tokens=", r"\bmax_total_num_tokens=\d+.*?\bmax_running_requests=(?P<max_batch_size>\d+)"
+        ),
+        LogRule("max_total_num_tokens=", r"\bmax_total_num_tokens=\d+.*?\bcontext_len=(?P<max_model_len>\d+)"),
+        LogRule("fired up and ready", r"server is fired up and ready to roll", phase="ready"),
+    ),
+    settle=_settle,
+    unlogged={
+        "max_batch_size": "the line `max_total_num_tokens=..., max_running_requests=...` has it; /server_info too",
+        "kv_cache_capacity_tokens": "the line `max_total_num_tokens=...` has it; /server_info too",
+        "max_model_len": "the line `max_total_num_tokens=..., context_len=...` has it",
+    },
+)
 
 
 SGLANG = Engine(
@@ -165,8 +248,7 @@ SGLANG = Engine(
         ),
         fact_pages=(("/server_info", "/get_server_info"),),
         read_limits=_read_limits,
-        read_log=_read_log,
-        log_tells_max_running=True,
+        log=_LOG,
         # Its estimate begins there (SGLANG_INIT_NEW_TOKEN_RATIO) and falls while nothing has to be retracted.
         reserved_output_ratio=0.7,
     ),

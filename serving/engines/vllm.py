@@ -4,6 +4,7 @@ Series are per engine (`engine` is the data-parallel rank). Gauges are published
 when the engine does. `_perc` is a ratio in spite of its name.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,10 @@ from serving.engines.base import (
     Dialect,
     Engine,
     Limits,
+    LogDump,
+    LogFact,
+    LogRule,
+    LogTable,
     Reading,
     Source,
     whole_number,
@@ -41,30 +46,167 @@ def _read_limits(card: Mapping[str, Any], pages: Mapping[str, Any], reading: Rea
     )
 
 
-_MAX_NUM_SEQS = re.compile(r"'max_num_seqs': (\d+)")
-_KV_TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
-_MAX_SEQ_LEN = re.compile(r"\bmax_seq_len=(\d+)")
-_MODEL_LEN = re.compile(r"Using max model len (\d+)")
-_FITTED_LEN = re.compile(r"Auto-fit max_model_len: reduced from [\d,]+ to ([\d,]+)")
+_BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def _read_log(text: str) -> dict[str, int]:
-    facts = {}
-    seqs = _MAX_NUM_SEQS.findall(text)
-    if seqs:
-        facts["max_running_requests"] = int(seqs[-1])
-    tokens = [int(found.replace(",", "")) for found in _KV_TOKENS.findall(text)]
-    if tokens:
-        # Pipeline stages print one line each, and the smallest binds.
-        facts["kv_cache_capacity_tokens"] = min(tokens)
-    lengths = _MAX_SEQ_LEN.findall(text) or _MODEL_LEN.findall(text)
-    fitted = _FITTED_LEN.findall(text)
-    if fitted:
-        # Printed after the lengths above, which are those asked for.
-        facts["context_tokens"] = int(fitted[-1].replace(",", ""))
-    elif lengths:
-        facts["context_tokens"] = int(lengths[-1])
-    return facts
+def _named(figure: str) -> str:
+    return rf"(?P<{figure}>-?[\d.]+) ?Gi?B"
+
+
+def _settle(told: Mapping[str, LogFact], figures: Mapping[tuple[str, str], float]) -> dict[str, LogFact]:
+    settled: dict[str, LogFact] = {}
+    concurrency, length = told.get("concurrency"), told.get("concurrency_tokens")
+    if length is not None:
+        # Printed last, so after all that may have cut it.
+        settled["max_model_len"] = length
+    held = (
+        int(float(concurrency.value) * float(length.value)) if concurrency is not None and length is not None else None
+    )
+    tokens = [int(value) for (_, figure), value in figures.items() if figure == "kv_tokens"]
+    blocks = [int(value) for (_, figure), value in figures.items() if figure == "kv_blocks"]
+    evidence = told.get("kv_tokens") or told.get("kv_blocks")
+    if evidence is None:
+        return settled
+    if not tokens and blocks:
+        # V0 printed blocks and not their size; the concurrency printed beside it has it.
+        block = told.get("block_size")
+        size = int(block.value) if block is not None and isinstance(block.value, int) else None
+        if size is None and held is not None:
+            size = min(_BLOCK_SIZES, key=lambda candidate: abs(candidate * min(blocks) - held))
+        if size is None:
+            return settled
+        tokens = [size * count for count in blocks]
+    capacity = min(tokens)
+    if concurrency is not None and held is not None:
+        # Printed with two decimals, and in whole blocks.
+        doubt = 0.02 * capacity + 0.01 * float(length.value if length is not None else 0) + _BLOCK_SIZES[-1]
+        if abs(held - capacity) > doubt:
+            # Releases before 0.2x divide the blocks by the number of layer groups here and not there.
+            settled["hybrid"] = concurrency
+            capacity, evidence = held, concurrency
+    settled["kv_cache_capacity_tokens"] = LogFact(capacity, evidence.line, evidence.text)
+    if "expert_parallel" in told and str(told["expert_parallel"].value) == "True":
+        parts = [told[key].value for key in ("tensor_parallel_size", "data_parallel_size") if key in told]
+        flag = told["expert_parallel"]
+        if parts and all(isinstance(part, int) for part in parts):
+            settled["expert_parallel_size"] = LogFact(math.prod(int(part) for part in parts), flag.line, flag.text)
+    return settled
+
+
+_ARGUMENTS = {
+    "model": "model",
+    "model_tag": "model",
+    "max_num_seqs": "max_batch_size",
+    "max_model_len": "asked_max_model_len",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "kv_cache_dtype": "kv_cache_dtype",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "pipeline_parallel_size": "pipeline_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "enable_expert_parallel": "expert_parallel",
+    "block_size": "block_size",
+}
+_LOG = LogTable(
+    # The dump of a dying engine names itself too, so the words go as far as "Initializing".
+    starts=(
+        "vLLM API server version",
+        "non-default args: ",
+        "Initializing a V1 LLM engine (v",
+        "Initializing a V0 LLM engine (v",
+        "Initializing an LLM engine (v",
+    ),
+    dumps=(
+        LogDump("non-default args: ", _ARGUMENTS),
+        LogDump("args: Namespace(", _ARGUMENTS),  # to 0.9: all of them, the defaults too
+        LogDump(
+            ") with config: ",
+            {
+                "model": "model",
+                "dtype": "dtype",
+                "max_seq_len": "max_model_len",
+                "kv_cache_dtype": "kv_cache_dtype",
+                "tensor_parallel_size": "tensor_parallel_size",
+                "pipeline_parallel_size": "pipeline_parallel_size",
+                "data_parallel_size": "data_parallel_size",
+            },
+        ),
+    ),
+    rules=(
+        LogRule("LLM engine (v", r"LLM engine \(v(?P<version>[^)\s]+)\)"),
+        LogRule("API server version", r"API server version (?P<version>\d\S*)"),
+        LogRule("version ", r"█ +version (?P<version>\d\S*)"),
+        LogRule("Using max model len", r"Using max model len (?P<max_model_len>\d+)"),
+        LogRule("max_seq_len=", r"\bmax_seq_len=(?P<max_model_len>\d+)"),
+        LogRule("'max_num_seqs'", r"'max_num_seqs': (?P<max_batch_size>\d+)"),
+        LogRule(
+            "Auto-fit max_model_len",
+            r"Auto-fit max_model_len: reduced from (?P<asked>[\d,]+) to (?P<taken>[\d,]+)",
+            clamps="max_model_len",
+        ),
+        LogRule(
+            "apping the max",
+            r"[Cc]apping the max(?:imum)? (?:model )?len(?:gth)?\b[^(]*\([^()\d]*(?P<taken>\d+)\)",
+            clamps="max_model_len",
+        ),
+        LogRule("max_num_batched_tokens=", r"enabled with max_num_batched_tokens=(?P<max_num_batched_tokens>\d+)"),
+        LogRule("data type to store kv cache", r"Using (?P<kv_cache_dtype>\w+) data type to store kv cache"),
+        LogRule("Starting to load model", r"Starting to load model", phase="weights"),
+        LogRule(" took ", rf"(?:Loading model weights|Model loading) took {_named('weights_gib')}", phase="profile"),
+        # 0.6 and V0, in one line and in several
+        LogRule("model weights take", rf"model weights take +{_named('weights_gib')}"),
+        LogRule("non_torch_memory", rf"non_torch_memory(?: takes|=)? *{_named('non_torch_gib')}"),
+        LogRule("activation peak memory", rf"activation peak memory(?: takes)? +{_named('activations_gib')}"),
+        LogRule("for KV Cache is", rf"reserved for KV Cache is {_named('kv_gib')}", phase="kv_pool"),
+        LogRule("available_kv_cache_memory", rf"available_kv_cache_memory +{_named('kv_gib')}", phase="kv_pool"),
+        LogRule("kv_cache_size=", rf"kv_cache_size={_named('kv_gib')}", phase="kv_pool"),
+        LogRule("gpu_memory_utilization", r"gpu_memory_utilization(?: +\(|=| +)(?P<gpu_memory_utilization>[01]?\.\d+)"),
+        LogRule(" blocks: ", r"# (?!CPU)\w+ blocks: (?P<kv_blocks>\d+)", phase="kv_pool"),
+        # V1
+        LogRule("Available KV cache memory", rf"Available KV cache memory: {_named('kv_gib')}", phase="kv_pool"),
+        LogRule("memory for KV Cache", rf"[Rr]eserved {_named('kv_gib')} memory for KV Cache", phase="kv_pool"),
+        LogRule(
+            "for KV cache on node", r"Explicitly set \((?P<kv_gib>[\d.]+)/[\d.]+\) GiB for KV cache", phase="kv_pool"
+        ),
+        LogRule("num_gpu_blocks_override=", r"num_gpu_blocks_override=(?P<blocks_override>\d+)"),
+        LogRule("KV cache size: ", r"KV cache size: (?P<kv_tokens>[\d,]+) tokens", phase="kv_pool"),
+        LogRule(
+            "Maximum concurrency for",
+            r"Maximum concurrency for (?P<concurrency_tokens>[\d,]+) tokens per request: (?P<concurrency>[\d.]+)x",
+        ),
+        LogRule("padding layers, may waste", r"padding layers, may waste", hybrid=True),
+        LogRule("Setting attention block size", r"Setting attention block size to \d+ tokens", hybrid=True),
+        LogRule("Desired GPU memory util", r"Desired GPU memory utilization is \((?P<gpu_memory_utilization>[\d.]+)"),
+        LogRule("GiB for weight,", rf"{_named('weights_gib')} for weight,"),
+        LogRule("GiB for peak activation", rf"{_named('activations_gib')} for peak activation"),
+        LogRule("GiB for non-torch", rf"{_named('non_torch_gib')} for non-torch"),
+        LogRule("GiB for CUDAGraph", rf"{_named('graphs_gib')} for CUDAGraph"),
+        LogRule("Capturing ", r"Capturing (?:the model for CUDA graphs|cudagraphs|CUDA graphs)", phase="graphs"),
+        LogRule(
+            "Graph capturing finished",
+            rf"Graph capturing finished in (?P<lasted>\d+) secs?(?:, took {_named('graphs_gib')})?",
+            phase="warmup",
+            lasting="graphs",
+        ),
+        LogRule("graph pool memory", rf"graph pool memory: {_named('graphs_gib')} \(actual\)"),
+        LogRule("init engine (profile", r"init engine \(profile", phase="warmup"),
+        LogRule("startup complete", r"Application startup complete", phase="ready"),
+        LogRule("Uvicorn running on", r"Uvicorn running on", phase="ready"),
+    ),
+    settle=_settle,
+    unlogged={
+        "max_batch_size": (
+            "vLLM prints max_num_seqs only when it is given and not the default; nothing else shows it: give it on the "
+            "command line"
+        ),
+        "max_num_batched_tokens": "vLLM prints it only when chunked prefill is on or it is not the default",
+        "gpu_memory_utilization": (
+            "vLLM prints it only when it is not the default; its metric vllm:cache_config_info has it as a label"
+        ),
+        "kv_cache_capacity_tokens": "its metric vllm:cache_config_info has it as labels",
+        "expert_parallel_size": "vLLM prints enable_expert_parallel only when it is on",
+    },
+)
 
 
 VLLM = Engine(
@@ -144,7 +286,6 @@ VLLM = Engine(
         ),
         fact_pages=(("/version",),),
         read_limits=_read_limits,
-        read_log=_read_log,
-        log_tells_max_running=False,
+        log=_LOG,
     ),
 )

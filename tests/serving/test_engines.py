@@ -17,11 +17,11 @@ from serving.engines import (
     TargetFacts,
     probe,
     scrape,
-    startup_facts,
 )
 from serving.errors import TargetError
 from serving.exposition import Histogram, parse
 from serving.signals import SIGNALS, Kind, Scope
+from serving.startup import logged_limits
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 VLLM, SGLANG, LLAMACPP = ENGINES["vllm"], ENGINES["sglang"], ENGINES["llamacpp"]
@@ -790,7 +790,7 @@ SGLANG_LOG = (
 )
 def test_limits_in_recorded_startup_logs(engine, log, facts):
     names = ("max_running_requests", "kv_cache_capacity_tokens", "context_tokens")
-    assert startup_facts(engine, (SAMPLES / log).read_text(errors="replace")) == in_order(names, facts)
+    assert logged_limits(engine, (SAMPLES / log).read_text(errors="replace")) == in_order(names, facts)
 
 
 @pytest.mark.parametrize(
@@ -840,7 +840,7 @@ def test_limits_in_recorded_startup_logs(engine, log, facts):
     ],
 )
 def test_limits_in_composed_startup_logs(engine, log, facts):
-    assert startup_facts(engine, log) == facts
+    assert logged_limits(engine, log) == facts
 
 
 def test_a_reading_marks_proxies_by_their_source():
@@ -866,7 +866,7 @@ def test_a_reading_marks_proxies_by_their_source():
 def test_vllm_of_eight_sequences_as_recorded_under_ten_streams(name, facts, live):
     """The log says how it was started; the page, taken under load, shows what bound."""
     folder = SAMPLES / "vllm" / "small_moe"
-    told = startup_facts(VLLM, (folder / f"startup_{name}.log").read_text(encoding="utf-8"))
+    told = logged_limits(VLLM, (folder / f"startup_{name}.log").read_text(encoding="utf-8"))
     assert facts.items() <= told.items()
     seen = VLLM.read(parse((folder / f"metrics_{name}.txt").read_bytes())).values
     assert live.items() <= seen.items()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.conversation import HttpAnswer, converse
-from serving.engines import ENGINES, Complaint, ScrapeFailure, probe, scrape, startup_facts
+from serving.engines import ENGINES, Complaint, ScrapeFailure, probe, scrape
 from serving.errors import ConfigError
 from serving.exposition import parse
 from serving.records import Outcome
@@ -28,6 +28,7 @@ from serving.simulator.spec import (
     SlotView,
     Snapshot,
 )
+from serving.startup import logged_limits
 from serving.stream import StreamDecoder
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "llamacpp"
@@ -929,7 +930,7 @@ def test_a_start_is_logged_as_in_the_capture(name, changes):
     mine = log_text(DIALECT.startup_log(of, T_NS))
     assert until_ready(mine) == until_ready(text)
     assert all(STAMP.match(line) for line in mine.split("\n"))
-    assert startup_facts(ENGINE, mine) == startup_facts(ENGINE, text)
+    assert logged_limits(ENGINE, mine) == logged_limits(ENGINE, text)
 
 
 # A real b11549 with four slots that share 1,024 tokens and may have 500 each.
@@ -953,7 +954,7 @@ def test_the_newest_build_and_a_capped_pool():
     of = spec("b11549", max_batch=4, context_tokens=500, kv_blocks=1024, policy=Policy(partitioned=False))
     mine = log_text(DIALECT.startup_log(of, T_NS))
     assert until_ready(mine) == until_ready(REAL_B11549)
-    assert startup_facts(ENGINE, mine) == {
+    assert logged_limits(ENGINE, mine) == {
         "max_running_requests": 4,
         "context_tokens": 500,
         "kv_cache_capacity_tokens": 1024,
@@ -970,7 +971,7 @@ def test_a_context_beyond_the_training_of_the_model_is_capped():
         "W llama_context: n_ctx_seq (40192) > n_ctx_train (32768) -- possible training context overflow",
         "W srv    load_model: the slot context (40192) exceeds the training context of the model (32768) - capping",
     ]
-    assert startup_facts(ENGINE, "\n".join(lines))["context_tokens"] == 32768
+    assert logged_limits(ENGINE, "\n".join(lines))["context_tokens"] == 32768
 
 
 # Lines of a real b11549 at verbosity 4; sizes as its model had them.
@@ -1020,7 +1021,7 @@ def test_the_old_build_tells_the_same_facts_in_other_lines():
     of = spec(OLD)
     lines = DIALECT.startup_log(of, T_NS)
     text = log_text(lines)
-    assert startup_facts(ENGINE, text) == {
+    assert logged_limits(ENGINE, text) == {
         "max_running_requests": 8,
         "context_tokens": 2048,
         "kv_cache_capacity_tokens": 16384,
@@ -1041,7 +1042,7 @@ def test_a_log_goes_forward_and_ends_with_the_start(of, failure, cards, verbosit
     assert seconds[0] >= 0
     assert seconds[-1] == 93.5
     assert all("\n" not in line.text for line in lines)
-    facts = startup_facts(ENGINE, log_text(lines))
+    facts = logged_limits(ENGINE, log_text(lines))
     if failure is None:
         assert facts["max_running_requests"] == of.max_batch
         assert facts["context_tokens"] == of.context_tokens

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.conversation import HttpAnswer
-from serving.engines import ENGINES, Complaint, probe, startup_facts
+from serving.engines import ENGINES, Complaint, probe
 from serving.exposition import Histogram, parse
 from serving.simulator.dialects.base import Asked, Page, StartFailure, Trouble, Usage
 from serving.simulator.dialects.sglang import SGLANG_DIALECT
 from serving.simulator.spec import Finish, MemoryPlan, Policy, ProcessView, ServerSpec, Snapshot
+from serving.startup import logged_limits
 from serving.stream import StreamDecoder
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "sglang"
@@ -634,7 +635,7 @@ def text_of(lines):
 @pytest.mark.parametrize("release", SGLANG_DIALECT.releases)
 def test_the_startup_log_tells_all_limits(release):
     lines = SGLANG_DIALECT.startup_log(spec_of(release), T_NS)
-    assert startup_facts(SGLANG, text_of(lines)) == {
+    assert logged_limits(SGLANG, text_of(lines)) == {
         "max_running_requests": 24,
         "kv_cache_capacity_tokens": 16000,
         "context_tokens": 2048,
@@ -677,7 +678,7 @@ def test_a_batch_limit_that_was_cut_is_told():
     log = text_of(SGLANG_DIALECT.startup_log(spec_of(asked_max_batch=64), T_NS))
     assert "max_running_requests was reduced from the requested 64 to 24 (per dp worker)" in log
     assert "max_running_requests=64" in log.splitlines()[0]
-    assert startup_facts(SGLANG, log)["max_running_requests"] == 24
+    assert logged_limits(SGLANG, log)["max_running_requests"] == 24
     assert "was reduced" not in text_of(SGLANG_DIALECT.startup_log(SPEC, T_NS))
 
 

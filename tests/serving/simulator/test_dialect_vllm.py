@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.conversation import HttpAnswer
-from serving.engines import ENGINES, Complaint, probe, startup_facts
+from serving.engines import ENGINES, Complaint, probe
 from serving.exposition import Histogram, parse
 from serving.simulator.dialects.base import Asked, Page, StartFailure, Trouble, Usage, tokenise
 from serving.simulator.dialects.vllm import VLLM_DIALECT
 from serving.simulator.spec import Finish, GpuView, MemoryPlan, ProcessView, ServerSpec, Snapshot
+from serving.startup import logged_limits
 from serving.stream import StreamDecoder
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "vllm"
@@ -1002,7 +1003,7 @@ def test_the_startup_log_has_the_lines_of_the_recorded_one(name):
     for pattern in IMPORTANT:
         assert re.search(pattern, recorded, re.MULTILINE), pattern
         assert re.search(pattern, own, re.MULTILINE), pattern
-    assert startup_facts(VLLM, own).keys() == startup_facts(VLLM, recorded).keys()
+    assert logged_limits(VLLM, own).keys() == logged_limits(VLLM, recorded).keys()
 
 
 def test_the_34_blocks_are_logged_as_recorded():
@@ -1015,7 +1016,7 @@ def test_the_34_blocks_are_logged_as_recorded():
     )
     own = text_of(VLLM_DIALECT.startup_log(spec, T_NS))
     recorded = (SAMPLES / "small_moe/startup_kv_cache.log").read_text()
-    assert startup_facts(VLLM, own) == startup_facts(VLLM, recorded)
+    assert logged_limits(VLLM, own) == logged_limits(VLLM, recorded)
     for line in (
         "Overriding num_gpu_blocks=4096 with num_gpu_blocks_override=34",
         "CPU KV cache size: 1,088 tokens, Maximum concurrency for 1,024 tokens per request: 1.06x",
@@ -1067,18 +1068,18 @@ def test_log_lines_change_with_releases(release, lines):
     for line in lines:
         assert line in text
     facts = {"max_running_requests": 8, "kv_cache_capacity_tokens": 16016, "context_tokens": 2048}
-    assert startup_facts(VLLM, text) == facts
+    assert logged_limits(VLLM, text) == facts
 
 
 def test_the_default_batch_limit_is_not_in_the_log():
     text = text_of(VLLM_DIALECT.startup_log(spec_of(max_batch=256), T_NS))
-    assert "max_running_requests" not in startup_facts(VLLM, text)
+    assert "max_running_requests" not in logged_limits(VLLM, text)
 
 
 def test_the_log_repeats_what_was_asked_for_even_where_the_server_does_less():
     spec = spec_of(asked_max_batch=64, settings={"max_model_len": 4096, "kv_cache_dtype": "fp8"})
     text = text_of(VLLM_DIALECT.startup_log(spec, T_NS))
-    assert startup_facts(VLLM, text)["max_running_requests"] == 64
+    assert logged_limits(VLLM, text)["max_running_requests"] == 64
     assert "Auto-fit max_model_len: reduced from 4096 to 2048" in text
     assert "kv_cache_dtype=fp8" in text
 

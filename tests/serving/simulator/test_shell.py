@@ -16,7 +16,7 @@ from loadgen.tally import Outcome
 from monitor.gpu import DcgmReader
 from monitor.http import converse, open_session
 from serving.clock import NS
-from serving.engines import ENGINES, Reading, probe, scrape, startup_facts
+from serving.engines import ENGINES, Reading, probe, scrape
 from serving.errors import ConfigError, RecordError
 from serving.simulator.dialects.base import Trouble
 from serving.simulator.faults import FaultPlan, parse_fault
@@ -26,6 +26,7 @@ from serving.simulator.spec import Finish, MemoryPlan, OnFull, Policy, ServerSpe
 from serving.simulator.traffic import parse_traffic
 from serving.simulator.truth import TruthWriter, read_truth
 from serving.smoke import smoke
+from serving.startup import logged_limits
 from serving.stream import StreamDecoder
 
 T0 = 1_800_000_000 * NS
@@ -645,7 +646,7 @@ async def test_the_cards_are_read_as_from_a_dcgm_exporter(simulate):
 @engines
 async def test_the_log_tells_the_limits_in_the_engines_words(simulate, engine, tmp_path):
     await simulate(make_spec(engine, max_batch=7), log=tmp_path / "engine.log")
-    facts = startup_facts(ENGINES[engine], (tmp_path / "engine.log").read_text(encoding="utf-8"))
+    facts = logged_limits(ENGINES[engine], (tmp_path / "engine.log").read_text(encoding="utf-8"))
     assert facts["max_running_requests"] == 7
 
 
