@@ -15,9 +15,10 @@ import yaml
 
 from serving.errors import ConfigError
 
-__all__ = ["Node", "read_yaml"]
+__all__ = ["MAX_BYTES", "Node", "parse_yaml", "read_yaml"]
 
-_MAX_BYTES = 2**20
+MAX_BYTES = 2**20
+"""No file of settings is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,14 @@ class Node:
             raise self.error(f"must be true or false, not {self._kind()}")
         return value
 
+    def is_flag(self) -> bool:
+        """Whether true or false stands here, where something else is allowed too."""
+        return isinstance(self._scalar(), bool)
+
+    def is_text(self) -> bool:
+        """Whether text stands here, where something else is allowed too."""
+        return isinstance(self._scalar(), str)
+
     def is_mapping(self) -> bool:
         """Whether keys stand here, where a short form is allowed too."""
         return isinstance(self._node, yaml.MappingNode)
@@ -175,10 +184,19 @@ def read_yaml(path: Path) -> Node:
     """
     try:
         with path.open("rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
+            raw = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if len(raw) > _MAX_BYTES:
+    return parse_yaml(raw, str(path))
+
+
+def parse_yaml(raw: bytes, path: str) -> Node:
+    """The root of one YAML document that is, or is to be, the content of `path`.
+
+    Raises:
+        ConfigError: too large, not YAML, or empty.
+    """
+    if len(raw) > MAX_BYTES:
         raise ConfigError(f"{path}: larger than 1 MiB; this is no file of settings")
     try:
         root = yaml.compose(raw.decode("utf-8-sig"), Loader=yaml.SafeLoader)
@@ -195,7 +213,7 @@ def read_yaml(path: Path) -> Node:
         raise ConfigError(f"{path}: nested too deeply for a file of settings") from error
     if root is None:
         raise ConfigError(f"{path}: the file is empty")
-    return Node(f"{path}:{root.start_mark.line + 1}", "", root, str(path))
+    return Node(f"{path}:{root.start_mark.line + 1}", "", root, path)
 
 
 def _range(minimum: float, maximum: float) -> str:

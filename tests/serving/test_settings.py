@@ -6,9 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving import settings
+from serving.engines import ENGINES
 from serving.errors import ConfigError
-from serving.settings import SETTING_ALIASES, Settings, read_settings
+from serving.settings import (
+    DERIVED_KEYS,
+    ENGINE_ALIASES,
+    SETTING_ALIASES,
+    SETTING_KEYS,
+    Settings,
+    StaleInput,
+    keys,
+    read_settings,
+    stale_inputs,
+    stale_warning,
+)
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "settings.md"
 
@@ -16,16 +27,32 @@ WHOLE = """\
 # what the server is meant to run with
 model: /models/hy3
 engine: vLLM
+gpu: h200
+gpus: 16
 max_batch_size: 48
 max_model_len: 32_768
 max_num_batched_tokens: 8192
+physical_batch_tokens: 512
 kv_cache_capacity_tokens: 1000000
 kv_cache_dtype: fp8
+kv_cache_dtype_k: q8_0
+kv_cache_dtype_v: q4_0
+kv_unified: false
+enable_prefix_cache: true
+quantization: awq
+dtype: bfloat16
 gpu_memory_utilization: 0.9
 tensor_parallel_size: 8
 pipeline_parallel_size: 1
 data_parallel_size: 2
 expert_parallel_size: 16
+enable_expert_parallel: true
+mtp_layers: 1
+num_speculative_tokens: 2
+gpu_layers: 40
+cpu_moe_layers: 12
+cpu_offload_gb: 10
+swap_space_gb: 4.5
 """
 
 
@@ -53,18 +80,35 @@ def test_every_key_is_read_with_its_line(write):
         lines={line.partition(":")[0]: number for number, line in enumerate(WHOLE.splitlines(), 1) if number > 1},
         model="/models/hy3",
         engine="vllm",
+        gpu="h200",
+        gpus=16,
         max_batch_size=48,
         max_model_len=32768,
         max_num_batched_tokens=8192,
+        physical_batch_tokens=512,
         kv_cache_capacity_tokens=1_000_000,
         kv_cache_dtype="fp8",
+        kv_cache_dtype_k="q8_0",
+        kv_cache_dtype_v="q4_0",
+        kv_unified=False,
+        enable_prefix_cache=True,
+        quantization="awq",
+        dtype="bfloat16",
         gpu_memory_utilization=0.9,
         tensor_parallel_size=8,
         pipeline_parallel_size=1,
         data_parallel_size=2,
         expert_parallel_size=16,
+        enable_expert_parallel=True,
+        mtp_layers=1,
+        num_speculative_tokens=2,
+        gpu_layers=40,
+        cpu_moe_layers=12,
+        cpu_offload_gb=10.0,
+        swap_space_gb=4.5,
     )
-    assert read.where("max_batch_size") == f"{path}:4"
+    assert read.where("max_batch_size") == f"{path}:6"
+    assert tuple(read.values()) == SETTING_KEYS == tuple(line.partition(":")[0] for line in WHOLE.splitlines()[1:])
 
 
 def test_what_the_file_does_not_say_is_absent(write):
@@ -73,14 +117,190 @@ def test_what_the_file_does_not_say_is_absent(write):
     assert read_settings(path).where("model") == str(path)
 
 
+SAMPLES = {
+    "model": "m",
+    "gpu_memory_utilization": "0.5",
+    "kv_cache_dtype": "fp8",
+    "kv_cache_dtype_k": "q8_0",
+    "kv_cache_dtype_v": "q8_0",
+    "kv_unified": "true",
+    "enable_prefix_cache": "true",
+    "quantization": "awq",
+    "swap_space_gb": "4.0",
+}
+
+
 @pytest.mark.parametrize("alias", SETTING_ALIASES)
+@pytest.mark.parametrize("style", ["{}", "--{}"])
 @pytest.mark.parametrize("dashes", [False, True])
-def test_engines_own_names_are_accepted(write, alias, dashes):
+def test_engines_own_names_are_accepted(write, alias, style, dashes):
     key = SETTING_ALIASES[alias]
-    text = {"model": "m", "gpu_memory_utilization": "0.5"}.get(key, "4")
-    read = read_settings(write(f"\n{alias.replace('_', '-') if dashes else alias}: {text}\n"))
-    assert str(getattr(read, key)) == text
-    assert read.lines == {key: 2}
+    text = SAMPLES.get(key, "4")
+    name = style.format(alias.replace("_", "-") if dashes else alias)
+    read = read_settings(write(f"\n{name}: {text}\n"))
+    expected = "false" if alias == "disable_radix_cache" else text
+    assert str(getattr(read, key)).lower() == expected
+    assert (read.lines, read.spelt) == ({key: 2}, {key: name})
+
+
+@pytest.mark.parametrize("alias", ENGINE_ALIASES)
+def test_a_name_that_engines_understand_differently_needs_its_engine(write, alias):
+    engine, key, advice = ENGINE_ALIASES[alias]
+    assert getattr(read_settings(write(f"{alias}: 4096\nengine: {engine}\n")), key) == 4096
+    for other in ("", *(f"engine: {name}\n" for name in ENGINES if name != engine)):
+        message = refusal(write(f"{other}{alias}: 4096\n"))
+        assert advice in message
+        assert f"engine: {engine}" in message
+
+
+@pytest.mark.parametrize("alias", keys._NEAR_MISSES)
+def test_a_name_that_only_looks_like_a_setting_is_refused_with_what_it_means(write, alias):
+    assert f":1: {alias}: {keys._NEAR_MISSES[alias]}" in refusal(write(f"{alias}: 4\n"))
+    assert alias not in SETTING_ALIASES
+
+
+def test_the_names_of_the_tables_lead_to_keys_and_to_one_only():
+    targets = {*SETTING_ALIASES.values(), *(key for _, key, _ in ENGINE_ALIASES.values())}
+    assert targets <= set(SETTING_KEYS)
+    names = [*SETTING_KEYS, *SETTING_ALIASES, *ENGINE_ALIASES, *keys._NEAR_MISSES, *keys._DERIVED_ONLY, "derived_from"]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_a_limit_of_one_copy_is_not_taken_for_the_whole_targets(write):
+    message = refusal(write("max_num_seqs: 48\ndata_parallel_size: 2\n"))
+    assert ":1: max_num_seqs: vLLM counts it for each data-parallel copy" in message
+    assert read_settings(write("max_num_seqs: 48\ndata_parallel_size: 1\n")).max_batch_size == 48
+    assert read_settings(write("max_running_requests: 96\ndp_size: 2\n")).max_batch_size == 96
+
+
+@pytest.mark.parametrize("word", ["off", "Off", "no", "none", "'false'", "false", "关闭", "无"])
+def test_words_for_off_are_read_as_none_and_as_the_models_own(write, word):
+    read = read_settings(write(f"kv_cache_quant: {word}\nquantization: {word}\n"))
+    assert (read.kv_cache_dtype, read.quantization) == ("auto", "none")
+
+
+@pytest.mark.parametrize("word", ["on", "true", "开启", "'yes'"])
+def test_on_is_no_element_type(write, word):
+    assert "says that it is on, and not which: name it, as in kv_cache_dtype: fp8" in refusal(
+        write(f"kv_cache_quant: {word}\n")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "gpu_layers", "cpu_moe_layers"),
+    [
+        ("ngl: all\ncpu_moe: true\n", "all", "all"),
+        ("gpu_layers: Auto\ncpu_moe_layers: all\n", "auto", "all"),
+        ("n_gpu_layers: 0\ncmoe: false\n", 0, 0),
+        ("n-gpu-layers: 99\nn-cpu-moe: 12\n", 99, 12),
+    ],
+)
+def test_layers_are_a_number_or_a_word(write, text, gpu_layers, cpu_moe_layers):
+    read = read_settings(write(text))
+    assert (read.gpu_layers, read.cpu_moe_layers) == (gpu_layers, cpu_moe_layers)
+
+
+def test_a_file_as_engineers_pass_it_on_is_read(write):
+    read = read_settings(
+        write(
+            "# hy3-serving.yaml\nexpert_parallel_size: 8 # fixed first\nmax_model_len: 8192\nmax_batch_size: 48\n"
+            "gpu_memory_utilization: 0.90\nkv_cache_quant: 关闭\nenable_prefix_cache: true\n"
+        )
+    )
+    assert read.values() == {
+        "max_batch_size": 48,
+        "max_model_len": 8192,
+        "kv_cache_dtype": "auto",
+        "enable_prefix_cache": True,
+        "gpu_memory_utilization": 0.9,
+        "expert_parallel_size": 8,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: m\n", None),
+        ("expert_parallel_size: 4\n", 4),
+        ("enable_expert_parallel: true\ntensor_parallel_size: 8\ndata_parallel_size: 2\n", 16),
+        ("enable_expert_parallel: true\n", 1),
+        ("enable_expert_parallel: false\ntensor_parallel_size: 8\n", None),
+    ],
+)
+def test_expert_parallelism_is_one_figure_however_it_is_written(write, text, expected):
+    assert read_settings(write(text)).expert_parallel == expected
+
+
+DERIVED = """\
+max_batch_size: 48
+max_model_len: 32768
+tensor_parallel_size: 8
+expert_parallel_size: 8
+kv_cache_dtype: fp8
+derived_from:
+  tensor_parallel_size: 8
+  expert_parallel_size: 8
+  max_model_len: 32768
+  kv_cache_dtype: fp8_e4m3
+  gpu: H200
+  gpus: 8
+  mean_tokens: 3000
+  gpu_memory_utilization: 0.9
+"""
+
+
+def test_what_a_batch_size_was_derived_from_is_remembered_with_its_lines(write):
+    read = read_settings(write(DERIVED))
+    assert read.derived_from["mean_tokens"] == 3000
+    assert read.lines["derived_from"] == 6
+    assert read.lines["derived_from.mean_tokens"] == 13
+    assert (read.stale, stale_warning(read)) == ((), None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "stale"),
+    [
+        ("\ntensor_parallel_size: 8", "\ntensor_parallel_size: 4", ("tensor_parallel_size", 8, 4, 7, 3)),
+        ("\nexpert_parallel_size: 8", "\nep_size: 4", ("expert_parallel_size", 8, 4, 8, 4)),
+        # A parallel size that is left out is 1 to an engine, on both sides.
+        ("\nexpert_parallel_size: 8", "", ("expert_parallel_size", 8, 1, 7, None)),
+        ("max_batch", "pipeline_parallel_size: 2\nmax_batch", ("pipeline_parallel_size", 1, 2, None, 1)),
+        ("max_batch", "data_parallel_size: 1\nmax_batch", None),
+        ("\nexpert_parallel_size: 8", "\nenable_expert_parallel: true", None),
+        ("max_batch", "engine: llamacpp\nmax_batch", None),
+        ("\ntensor_parallel_size: 8", "\nengine: llamacpp", None),
+        ("kv_cache_dtype: fp8\n", "kv_cache_dtype: auto\n", ("kv_cache_dtype", "fp8_e4m3", "auto", 10, 5)),
+        # Of other settings, what the file leaves out is what it was.
+        ("kv_cache_dtype: fp8\n", "", None),
+        ("\nmax_model_len: 32768", "\nmax_model_len: 65536", ("max_model_len", 32768, 65536, 9, 2)),
+        ("max_batch", "gpu: h-200\nmax_batch", None),
+        ("max_batch", "gpu: h100\nmax_batch", ("gpu", "H200", "h100", 12, 1)),
+        ("max_batch", "gpu_memory_utilization: 0.90\nmax_batch", None),
+        ("max_batch", "gpu_memory_utilization: 0.95\nmax_batch", ("gpu_memory_utilization", 0.9, 0.95, 15, 1)),
+        ("max_batch", "quantization: awq\nmax_batch", None),
+        ("max_batch_size: 48", "model: m", None),
+    ],
+)
+def test_a_changed_memory_input_makes_the_batch_size_stale(write, old, new, stale):
+    text = DERIVED.replace(old, new, 1)
+    assert text != DERIVED
+    read = read_settings(write(text))
+    assert read.stale == (() if stale is None else (StaleInput(*stale),))
+    assert (stale_warning(read) is None) == (stale is None)
+
+
+def test_what_is_known_from_elsewhere_stands_before_the_file(write):
+    read = read_settings(write(DERIVED))
+    assert stale_inputs(read, {"mean_tokens": 3000, "gpu": "h200"}) == ()
+    assert stale_inputs(read, {"tensor_parallel_size": 4}) == (StaleInput("tensor_parallel_size", 8, 4, 7, 3),)
+
+
+def test_staleness_is_one_sentence_with_every_change_and_its_lines(write):
+    path = write(DERIVED.replace("\ntensor_parallel_size: 8", "\ntensor_parallel_size: 4"))
+    assert stale_warning(read_settings(path), {"mean_tokens": 6000}) == (
+        f"{path}:1: max_batch_size 48 is stale: it was derived from tensor_parallel_size 8 (line 7), now 4 (line 3), "
+        "mean_tokens 3000 (line 13), now 6000; work it out again with `plimsoll budget`"
+    )
 
 
 @pytest.mark.parametrize("name", ["llama.cpp", "llamacpp", "LLAMA-CPP", "llama_cpp"])
@@ -94,7 +314,7 @@ def test_an_engine_may_be_spelt_as_people_spell_it(write, name):
         ("model: m\nmax_batchsize: 8\n", ":2: unknown key 'max_batchsize'; did you mean 'max_batch_size'?"),
         ("max-num-seq: 8\n", ":1: unknown key 'max-num-seq'; did you mean 'max_num_seqs'?"),
         ("Max_Batch_Size: 8\n", "did you mean 'max_batch_size'?"),
-        ("colour: blue\n", ":1: unknown key 'colour'; known keys: model, engine, max_batch_size"),
+        ("colour: blue\n", ":1: unknown key 'colour'; known keys: model, engine, gpu, gpus, max_batch_size"),
         ("<<: {a: 1}\n", ":1: a key must be plain text"),
         ("3: 4\n", ":1: a key must be plain text"),
         ("? [a]\n: b\n", ":1: a key must be plain text"),
@@ -136,6 +356,19 @@ def test_an_engine_may_be_spelt_as_people_spell_it(write, name):
         ("gpu_memory_utilization: .nan\n", "must be a number"),
         ("gpu_memory_utilization: yes\n", "must be a number"),
         ("tensor_parallel_size: 0\n", "is 0; it must be 1 to 65536"),
+        ("ngl: some\n", ":1: ngl: is 'some'; it must be a number of layers or all or auto"),
+        ("gpu_layers: -2\n", "is -2; it must be 0 to 100000"),
+        ("kv_unified: 1\n", "must be true or false"),
+        ("cpu_offload_gb: -1\n", "is -1; it must be 0 to 1e+06"),
+        (
+            "enable_expert_parallel: false\nexpert_parallel_size: 8\n",
+            ":2: expert_parallel_size: is above 1, and enable_expert_parallel is false",
+        ),
+        ("derived_from: 8\n", ":1: derived_from: must be a mapping"),
+        ("derived_from:\n  gpu_s: 8\n", ":2: unknown key 'gpu_s' in derived_from; did you mean 'gpus'?"),
+        ("derived_from:\n  max_batch_size: 8\n", ":2: unknown key 'max_batch_size' in derived_from"),
+        ("derived_from:\n  tp: 8\n  tp-size: 8\n", ":3: derived_from.tp-size: is given twice: line 2 has it as 'tp'"),
+        ("derived-from:\n  tp: 8\n", "unknown key 'derived-from'"),
         ("", ": the file is empty"),
         ("# nothing yet\n", ": the file is empty"),
         ("- max_batch_size\n", ":1: must be a mapping of keys to values, not a list"),
@@ -185,5 +418,6 @@ def test_any_file_gives_settings_or_one_kind_of_error(tmp_path_factory, content)
 
 def test_every_key_and_alias_is_documented():
     text = DOCS.read_text()
-    assert [key for key in settings._READERS if f"| `{key}`" not in text] == []
-    assert [alias for alias in SETTING_ALIASES if f"`{alias}`" not in text] == []
+    assert [key for key in (*SETTING_KEYS, *keys._DERIVED_ONLY) if f"| `{key}`" not in text] == []
+    assert [alias for alias in (*SETTING_ALIASES, *ENGINE_ALIASES) if f"`{alias}`" not in text] == []
+    assert set(DERIVED_KEYS) <= {*SETTING_KEYS, *keys._DERIVED_ONLY}
