@@ -11,12 +11,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any, Protocol, TypeAlias, TypeVar
+from types import MappingProxyType, ModuleType
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
-import aiohttp
-
-from monitor.http import converse, open_session, parse_url
 from serving import exposition
 from serving.conversation import Conversation, HttpAnswer, HttpRequest
 from serving.errors import ConfigError
@@ -25,10 +22,13 @@ __all__ = [
     "BoundedCall",
     "DcgmReader",
     "GpuDevice",
+    "GpuProcess",
     "GpuReader",
     "GpuReport",
     "NoGpuReader",
     "NvmlReader",
+    "PcieLink",
+    "describe_gpus",
     "gpu_reader",
 ]
 
@@ -38,14 +38,75 @@ GpuValues: TypeAlias = dict[str, dict[str, float]]
 T = TypeVar("T")
 
 
+_LANE_BYTES_PER_SECOND: Final = MappingProxyType(
+    {
+        1: 2.5e9 * 8 / 10 / 8,
+        2: 5e9 * 8 / 10 / 8,
+        3: 8e9 * 128 / 130 / 8,
+        4: 16e9 * 128 / 130 / 8,
+        5: 32e9 * 128 / 130 / 8,
+        6: 64e9 * 242 / 256 / 8,
+    }
+)
+"""Of one PCIe lane in one direction by generation: transfers a second without line coding (6.0: without checks)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PcieLink:
+    """A card's link to its machine, now and at most with this card in this slot; None is what is not told.
+
+    An idle card lets its link fall back to a low generation and keeps its lanes, so that the generation seen now says
+    little, and lanes that are missing now are missing under load.
+    """
+
+    generation: int | None = None
+    width: int | None = None
+    max_generation: int | None = None
+    max_width: int | None = None
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """Of the link under load, in one direction: the lanes in use now at the highest generation."""
+        return _link_speed(self.max_generation or self.generation, self.width or self.max_width)
+
+    @property
+    def max_bytes_per_second(self) -> float | None:
+        """Of the link if all its lanes were in use, in one direction."""
+        return _link_speed(self.max_generation, self.max_width)
+
+
+def _link_speed(generation: int | None, width: int | None) -> float | None:
+    lane = _LANE_BYTES_PER_SECOND.get(generation or 0)
+    return None if lane is None or width is None else lane * width
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process that holds memory of a GPU."""
+
+    pid: int
+    """As the driver counts: in a container it may be the host's number."""
+    used_bytes: float | None
+    """None where the driver does not tell."""
+    name: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class GpuDevice:
-    """One GPU, or one memory partition (MIG) of one."""
+    """One GPU, or one memory partition (MIG) of one; None is what it or its driver does not tell."""
 
     uuid: str
     name: str
     memory_total_bytes: float | None
-    """None where the card has no memory of its own (unified memory) or does not tell."""
+    """None also where the card has no memory of its own (unified memory)."""
+    memory_used_bytes: float | None = None
+    memory_free_bytes: float | None = None
+    """What a program can get: less than total - used, as the driver keeps a part."""
+    pci_address: str | None = None
+    """As the kernel writes it: 0000:65:00.0. A partition has that of its card."""
+    link: PcieLink | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    """In a container, often only its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +149,19 @@ def gpu_reader(source: str = "auto") -> GpuReader:
             f"GPU source {source!r} is unknown; use auto, nvml, none, or a URL like http://127.0.0.1:9400/metrics"
         )
     return DcgmReader(source)
+
+
+async def describe_gpus(source: str = "auto") -> GpuReport:
+    """What a reader of `source` (see `gpu_reader`) finds; opened for this and closed again.
+
+    Raises:
+        ConfigError: the source is unknown.
+    """
+    reader = gpu_reader(source)
+    try:
+        return await reader.describe()
+    finally:
+        await reader.close()
 
 
 class BoundedCall:
@@ -163,6 +237,8 @@ class _Card:
     uuid: str
     name: str
     handle: Any
+    board: Any
+    """The whole card: a partition has neither address nor link of its own."""
     has_memory: bool = True
     """False for a card cut into partitions: its memory is counted there."""
 
@@ -208,14 +284,8 @@ class NvmlReader:
 
     async def describe(self) -> GpuReport:
         """The cards NVML sees, or why it sees none."""
-        values = await self._call.run(self._collect, deadline_s=max(self._call.deadline_s, _DESCRIBE_DEADLINE_S))
-        if values is None:
-            return GpuReport("nvml", problem="the NVIDIA driver does not answer")
-        devices = tuple(
-            GpuDevice(card.uuid, card.name, values.get(card.uuid, {}).get("gpu_memory_total_bytes"))
-            for card in self._cards
-        )
-        return GpuReport("nvml", devices, self._problem)
+        report = await self._call.run(self._inspect, deadline_s=max(self._call.deadline_s, _DESCRIBE_DEADLINE_S))
+        return report or GpuReport("nvml", problem="the NVIDIA driver does not answer")
 
     async def close(self) -> None:
         """Shut NVML down."""
@@ -253,6 +323,55 @@ class NvmlReader:
         elif not waiting:
             self._failures, self._reads_until_start, self._problem = 0, None, None
         return values
+
+    def _inspect(self) -> GpuReport:
+        values = self._collect()
+        devices = tuple(self._device(card, values.get(card.uuid, {})) for card in self._cards)
+        return GpuReport("nvml", devices, self._problem)
+
+    def _device(self, card: _Card, values: dict[str, float]) -> GpuDevice:
+        nvml, board = self._nvml, card.board
+        total = values.get("gpu_memory_total_bytes")
+        memory = None if total is None else self._told(self._memory, card.handle)
+        place = self._told(nvml.nvmlDeviceGetPciInfo_v3, board)
+        link = PcieLink(
+            generation=self._told(nvml.nvmlDeviceGetCurrPcieLinkGeneration, board) or None,
+            width=self._told(nvml.nvmlDeviceGetCurrPcieLinkWidth, board) or None,
+            max_generation=self._told(nvml.nvmlDeviceGetMaxPcieLinkGeneration, board) or None,
+            max_width=self._told(nvml.nvmlDeviceGetMaxPcieLinkWidth, board) or None,
+        )
+        return GpuDevice(
+            uuid=card.uuid,
+            name=card.name,
+            memory_total_bytes=total,
+            memory_used_bytes=values.get("gpu_memory_used_bytes"),
+            memory_free_bytes=None if memory is None else float(memory.free),
+            pci_address=None if place is None else _pci_address(_text(place.busId)),
+            link=None if link == PcieLink() else link,
+            processes=self._processes(card.handle) if card.has_memory else None,
+        )
+
+    def _processes(self, handle: Any) -> tuple[GpuProcess, ...] | None:
+        """Version 3 where there is one. pynvml's unversioned names raise an error of another kind on older drivers."""
+        nvml = self._nvml
+        used: dict[int, list[float]] = {}
+        is_told = False
+        for newest, older in (
+            (nvml.nvmlDeviceGetComputeRunningProcesses_v3, nvml.nvmlDeviceGetComputeRunningProcesses_v2),
+            (nvml.nvmlDeviceGetGraphicsRunningProcesses_v3, nvml.nvmlDeviceGetGraphicsRunningProcesses_v2),
+            (nvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, nvml.nvmlDeviceGetMPSComputeRunningProcesses_v2),
+        ):
+            listed = self._told(newest, handle)
+            listed = self._told(older, handle) if listed is None else listed
+            for process in listed or ():
+                amounts = used.setdefault(int(process.pid), [])
+                if process.usedGpuMemory is not None:
+                    amounts.append(float(process.usedGpuMemory))
+            is_told = is_told or listed is not None
+        if not is_told:
+            return None
+        # What computes and draws is in two lists with the same figure.
+        return tuple(GpuProcess(pid, max(amounts, default=None)) for pid, amounts in sorted(used.items()))
 
     def _has_module(self) -> bool:
         if self._nvml is not None:
@@ -302,8 +421,8 @@ class NvmlReader:
         uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
         mig = self._figure(nvml.nvmlDeviceGetMigMode, handle)
         if mig is None or mig[0] != 1:
-            return [_Card(uuid, name, handle)]
-        cards = [_Card(uuid, name, handle, has_memory=False)]
+            return [_Card(uuid, name, handle, handle)]
+        cards = [_Card(uuid, name, handle, handle, has_memory=False)]
         seen: set[Any] = set()
         for slot in range(self._figure(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
             part = self._figure(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot)
@@ -312,7 +431,8 @@ class NvmlReader:
             instance = self._figure(nvml.nvmlDeviceGetGpuInstanceId, part)
             if instance is None or instance not in seen:  # compute instances of one GPU instance share its memory
                 seen.add(instance)
-                cards.append(_Card(_text(nvml.nvmlDeviceGetUUID(part)), _text(nvml.nvmlDeviceGetName(part)), part))
+                uuid, name = _text(nvml.nvmlDeviceGetUUID(part)), _text(nvml.nvmlDeviceGetName(part))
+                cards.append(_Card(uuid, name, part, handle))
         return cards
 
     def _read_card(self, card: _Card) -> dict[str, float]:
@@ -345,6 +465,13 @@ class NvmlReader:
                 return None
             raise
 
+    def _told(self, get: Callable[..., Any], *arguments: Any) -> Any:
+        """What NVML says, or None whatever the error: what only describes a card starts nothing anew."""
+        try:
+            return get(*arguments)
+        except self._nvml.NVMLError:
+            return None
+
 
 _MIB = 2.0**20
 _DCGM_BLANK = 0x7FFFFFF0
@@ -373,6 +500,10 @@ class DcgmReader:
     """
 
     def __init__(self, url: str, timeout_s: float = 2.0) -> None:
+        import aiohttp  # slow to import: those who ask NVML alone do without it
+
+        from monitor.http import parse_url
+
         self._base_url = parse_url(url).text
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -381,6 +512,8 @@ class DcgmReader:
 
     async def read(self) -> GpuValues:
         """Signals of every GPU on the page; nothing when it cannot be had."""
+        from monitor.http import converse, open_session
+
         if self._session is None:
             self._session = open_session(authorized=False)  # the key is the target's
         answer = await converse(self._session, self._base_url, _get_metrics(self._timeout_s))
@@ -457,3 +590,9 @@ def _dcgm_values(fields: dict[str, float]) -> dict[str, float]:
 
 def _text(value: str | bytes) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def _pci_address(text: str) -> str:
+    """NVML writes the domain with eight digits, the kernel with at least four."""
+    domain, _, rest = text.lower().partition(":")
+    return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"

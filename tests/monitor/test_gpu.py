@@ -1,5 +1,6 @@
 import inspect
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -13,7 +14,18 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from monitor import gpu
-from monitor.gpu import BoundedCall, DcgmReader, GpuDevice, NoGpuReader, NvmlReader, gpu_reader
+from monitor.gpu import (
+    BoundedCall,
+    DcgmReader,
+    GpuDevice,
+    GpuProcess,
+    GpuReport,
+    NoGpuReader,
+    NvmlReader,
+    PcieLink,
+    describe_gpus,
+    gpu_reader,
+)
 from serving.errors import ConfigError
 from serving.signals import Scope, signals_of
 
@@ -35,6 +47,14 @@ class FakeGpu:
         """Function name to the error it gives."""
         self.used, self.reserved, self.total = 10 * GIB, GIB, 80 * GIB
         self.mig: list[tuple[int, FakeGpu] | None] = []
+        self.link = {
+            "CurrPcieLinkGeneration": 1,
+            "CurrPcieLinkWidth": 8,
+            "MaxPcieLinkGeneration": 5,
+            "MaxPcieLinkWidth": 16,
+        }
+        self.computing: list[tuple[int, int | None]] = []
+        self.drawing: list[tuple[int, int | None]] = []
 
 
 class FakeNvml(ModuleType):
@@ -60,7 +80,12 @@ class FakeNvml(ModuleType):
             version = "_v2" if arguments == (self.nvmlMemory_v2,) else ""
             if code := gpu.fails.get(name + version):
                 raise NvmlError(code)
-            return getattr(self, f"_{name.removeprefix('nvmlDeviceGet')}")(gpu, *arguments)
+            figure = name.removeprefix("nvmlDeviceGet")
+            if figure in gpu.link:
+                return gpu.link[figure]
+            if figure.startswith("MPS"):
+                raise NvmlError(FUNCTION_NOT_FOUND)
+            return getattr(self, f"_{figure}")(gpu, *arguments)
 
         if not name.startswith("nvmlDeviceGet"):
             raise AttributeError(name)
@@ -93,7 +118,20 @@ class FakeNvml(ModuleType):
 
     def _MemoryInfo(self, gpu: FakeGpu, version: int | None = None) -> Any:  # noqa: N802
         used = gpu.used if version else gpu.used + gpu.reserved
-        return SimpleNamespace(used=used, total=gpu.total)
+        return SimpleNamespace(used=used, total=gpu.total, free=gpu.total - gpu.used - gpu.reserved)
+
+    def _PciInfo_v3(self, gpu: FakeGpu) -> Any:  # noqa: N802
+        return SimpleNamespace(busId="00000000:6A:00.0")
+
+    def _ComputeRunningProcesses_v3(self, gpu: FakeGpu) -> Any:  # noqa: N802
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.computing]
+
+    _ComputeRunningProcesses_v2 = _ComputeRunningProcesses_v3
+
+    def _GraphicsRunningProcesses_v3(self, gpu: FakeGpu) -> Any:  # noqa: N802
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.drawing]
+
+    _GraphicsRunningProcesses_v2 = _GraphicsRunningProcesses_v3
 
     def _UtilizationRates(self, _: FakeGpu) -> Any:  # noqa: N802
         return SimpleNamespace(gpu=37, memory=5)
@@ -157,7 +195,8 @@ async def test_unified_memory_is_absent_and_never_zero(zero_total: bool) -> None
     reader = patient(nvml)
     values = (await reader.read())["GPU-a"]
     assert set(values) == {"gpu_utilization_ratio", "gpu_power_watts", "gpu_temperature_celsius"}
-    assert (await reader.describe()).devices == (GpuDevice("GPU-a", "NVIDIA Test", None),)
+    device = (await reader.describe()).devices[0]
+    assert (device.memory_total_bytes, device.memory_used_bytes, device.memory_free_bytes) == (None, None, None)
     assert nvml.started == 1
 
 
@@ -229,6 +268,81 @@ async def test_a_partitioned_card_counts_memory_in_its_partitions_once() -> None
     assert sorted(values) == ["GPU-a", "MIG-1", "MIG-2"]
     assert "gpu_memory_used_bytes" not in values["GPU-a"]
     assert values["MIG-2"]["gpu_memory_used_bytes"] == 10 * GIB
+
+
+async def test_a_card_is_described_with_what_is_free_its_link_and_who_holds_it() -> None:
+    gpu = FakeGpu("GPU-a")
+    gpu.computing, gpu.drawing = [(20, 3 * GIB), (7, None), (21, None)], [(20, 3 * GIB), (21, GIB)]
+    report = await patient(FakeNvml(gpu)).describe()
+    link = PcieLink(generation=1, width=8, max_generation=5, max_width=16)
+    processes = (GpuProcess(7, None), GpuProcess(20, 3 * GIB), GpuProcess(21, GIB))
+    assert report == GpuReport(
+        "nvml", (GpuDevice("GPU-a", "NVIDIA Test", 80 * GIB, 10 * GIB, 69 * GIB, "0000:6a:00.0", link, processes),)
+    )
+
+
+ALL_LISTS = tuple(f"{kind}RunningProcesses_v{version}" for kind in ("Compute", "Graphics") for version in (2, 3))
+
+
+@pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND, UNKNOWN, GPU_IS_LOST])
+async def test_what_a_driver_does_not_tell_of_a_card_is_absent_and_the_rest_is_there(code: int) -> None:
+    names = ("PciInfo_v3", *FakeGpu("").link, *ALL_LISTS)
+    nvml = FakeNvml(FakeGpu("GPU-a", **{f"nvmlDeviceGet{name}": code for name in names}))
+    report = await patient(nvml).describe()
+    assert report == GpuReport("nvml", (GpuDevice("GPU-a", "NVIDIA Test", 80 * GIB, 10 * GIB, 69 * GIB),))
+
+
+async def test_processes_are_listed_by_an_older_driver_too_and_none_is_not_unknown() -> None:
+    gpu = FakeGpu("GPU-a", **{f"nvmlDeviceGet{name}": FUNCTION_NOT_FOUND for name in ALL_LISTS if name.endswith("3")})
+    nvml = FakeNvml(gpu)
+    assert (await patient(nvml).describe()).devices[0].processes == ()
+    gpu.computing = [(5, 2 * GIB)]
+    assert (await patient(nvml).describe()).devices[0].processes == (GpuProcess(5, 2 * GIB),)
+
+
+async def test_a_partition_has_its_own_memory_and_processes_on_the_link_of_its_card() -> None:
+    gpu, part = FakeGpu("GPU-a"), FakeGpu("MIG-1")
+    gpu.mig, gpu.link = [(1, part)], {**gpu.link, "CurrPcieLinkWidth": 4}
+    gpu.computing, part.computing, part.total = [(1, GIB), (2, GIB)], [(2, GIB)], 20 * GIB
+    whole, cut = (await patient(FakeNvml(gpu)).describe()).devices
+    assert (whole.memory_free_bytes, whole.processes) == (None, None)
+    assert (cut.memory_free_bytes, cut.processes) == (9 * GIB, (GpuProcess(2, GIB),))
+    assert cut.link is not None
+    assert (cut.link, cut.pci_address) == (whole.link, whole.pci_address)
+    assert cut.link.width == 4
+
+
+@pytest.mark.parametrize(
+    ("generation", "width", "gigabytes"),
+    [(1, 16, 4.0), (2, 16, 8.0), (3, 16, 15.75), (4, 16, 31.51), (5, 16, 63.02), (6, 16, 121.0), (3, 1, 0.985)],
+)
+def test_a_link_is_as_fast_as_tables_of_pcie_say(generation: int, width: int, gigabytes: float) -> None:
+    link = PcieLink(max_generation=generation, max_width=width)
+    assert link.max_bytes_per_second == pytest.approx(gigabytes * 1e9, rel=1e-3)
+    assert link.bytes_per_second == link.max_bytes_per_second
+
+
+def test_an_idle_link_wakes_to_its_highest_generation_on_the_lanes_it_has() -> None:
+    link = PcieLink(generation=1, width=8, max_generation=4, max_width=16)
+    assert link.bytes_per_second == pytest.approx(15.75e9, rel=1e-3)
+    assert PcieLink(generation=4, width=8).bytes_per_second == link.bytes_per_second
+    assert PcieLink(generation=4, width=8).max_bytes_per_second is None
+    assert PcieLink(generation=9, width=8).bytes_per_second is None
+    assert PcieLink(max_generation=4).bytes_per_second is None
+
+
+async def test_describing_opens_a_driver_and_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml(FakeGpu("GPU-a"))
+    monkeypatch.setattr(gpu, "gpu_reader", lambda source: patient(nvml))
+    assert [device.uuid for device in (await describe_gpus()).devices] == ["GPU-a"]
+    assert (nvml.started, nvml.open) == (1, False)
+
+
+def test_who_asks_nvml_alone_does_not_wait_for_an_http_client() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import monitor.gpu, sys; sys.exit('aiohttp' in sys.modules)"], check=False
+    )
+    assert done.returncode == 0
 
 
 def join_others(before: set[threading.Thread]) -> None:
