@@ -195,7 +195,7 @@ class LogRule:
     - `weights_gib`, `kv_gib`, `state_gib`, `graphs_gib`, `activations_gib`, `non_torch_gib`, `kv_tokens`, `kv_blocks`:
       figures of the rank that printed the line;
     - `device` with `model_mib`, `kv_mib`, `state_mib`, `compute_mib`, `output_mib`: buffers of that device;
-    - `version`, `model`, `concurrency`, `concurrency_tokens`, `offloaded_layers`, `layers`: of the whole start;
+    - `version`, `served_as`, `concurrency`, `concurrency_tokens`, `offloaded_layers`, `layers`: of the whole start;
     - `lasted`: seconds that the phase in `lasting` took up to this line;
     - any other name: for the table's own `settle`.
 
@@ -227,10 +227,12 @@ class LogDump:
     Attributes:
         words: text that every such line has, just before the first key.
         names: the engine's own key -> group name as in `LogRule`. The first mention of a key counts.
+        nones: the engine's own key -> what None means there; of other keys None tells nothing.
     """
 
     words: str
     names: Mapping[str, str]
+    nones: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

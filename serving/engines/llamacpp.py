@@ -121,8 +121,13 @@ def _settle(told: Mapping[str, LogFact], figures: Mapping[tuple[str, str], float
         settled["max_batch_size"] = slots
     if slot is not None:
         settled["max_model_len"] = slot
-    unified, pool = told.get("unified"), told.get("pool_tokens")
-    if unified is not None and slot is not None and str(unified.value) == "true":
+    kinds = [told[key] for key in ("kv_cache_dtype_k", "kv_cache_dtype_v") if key in told]
+    if len(kinds) == 2 and kinds[0].value == kinds[1].value:
+        settled["kv_cache_dtype"] = kinds[0]
+    if "offloaded_layers" in told:
+        settled["gpu_layers"] = told["offloaded_layers"]
+    unified, pool = told.get("kv_unified"), told.get("pool_tokens")
+    if unified is not None and slot is not None and unified.value is True:
         # A shared pool is larger than what one slot may use of it where a slot was capped.
         settled["kv_cache_capacity_tokens"] = pool or slot
     elif unified is not None and slot is not None and slots is not None:
@@ -164,10 +169,11 @@ _LOG = LogTable(
         LogRule("n_ctx_", _CONTEXT + r"n_ctx_(?:per_)?seq +=\s+(?P<asked_max_model_len>\d+)", first=True),
         LogRule("n_batch ", _CONTEXT + r"n_batch +=\s+(?P<max_num_batched_tokens>\d+)", first=True),
         LogRule("n_ubatch ", _CONTEXT + r"n_ubatch +=\s+(?P<physical_batch_tokens>\d+)", first=True),
-        LogRule("kv_unified", r"\bkv_unified += '?(?P<unified>true|false)"),
+        LogRule("kv_unified", r"\bkv_unified += '?(?P<kv_unified>true|false)"),
         LogRule("KV buffer size", r"(?P<device>\S+) KV" + _MIB.format("kv_mib"), adds=True),
         LogRule("RS buffer size", r"(?P<device>\S+) RS" + _MIB.format("state_mib"), adds=True, hybrid=True),
-        LogRule("K (", r"\bK \((?P<kv_cache_dtype>\w+)\):", first=True),
+        LogRule("K (", r"\bK \((?P<kv_cache_dtype_k>\w+)\):", first=True),
+        LogRule("V (", r"\bV \((?P<kv_cache_dtype_v>\w+)\):", first=True),
         LogRule("SWA KV cache", r"creating (?:non-)?SWA KV cache", hybrid=True),
         LogRule("output buffer size", r"(?P<device>\S+) +output" + _MIB.format("output_mib")),
         LogRule("reserving", r"sched_reserve: reserving", phase="workspace"),

@@ -94,8 +94,11 @@ _LOG = LogTable(
             "server_args=",
             {
                 "model_path": "model",
+                "served_model_name": "served_as",
                 "mem_fraction_static": "gpu_memory_utilization",
                 "kv_cache_dtype": "kv_cache_dtype",
+                "dtype": "dtype",
+                "quantization": "quantization",
                 "tp_size": "tensor_parallel_size",
                 "pp_size": "pipeline_parallel_size",
                 "dp_size": "data_parallel_size",

@@ -7,6 +7,7 @@ when the engine does. `_perc` is a ratio in spite of its name.
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from serving.engines.base import (
@@ -54,43 +55,44 @@ def _named(figure: str) -> str:
 
 
 def _settle(told: Mapping[str, LogFact], figures: Mapping[tuple[str, str], float]) -> dict[str, LogFact]:
-    settled: dict[str, LogFact] = {}
-    concurrency, length = told.get("concurrency"), told.get("concurrency_tokens")
-    if length is not None:
+    settled = _capacity(told, figures)
+    if "concurrency_tokens" in told:
         # Printed last, so after all that may have cut it.
-        settled["max_model_len"] = length
-    held = (
-        int(float(concurrency.value) * float(length.value)) if concurrency is not None and length is not None else None
-    )
-    tokens = [int(value) for (_, figure), value in figures.items() if figure == "kv_tokens"]
-    blocks = [int(value) for (_, figure), value in figures.items() if figure == "kv_blocks"]
-    evidence = told.get("kv_tokens") or told.get("kv_blocks")
-    if evidence is None:
-        return settled
-    if not tokens and blocks:
-        # V0 printed blocks and not their size; the concurrency printed beside it has it.
-        block = told.get("block_size")
-        size = int(block.value) if block is not None and isinstance(block.value, int) else None
-        if size is None and held is not None:
-            size = min(_BLOCK_SIZES, key=lambda candidate: abs(candidate * min(blocks) - held))
-        if size is None:
-            return settled
-        tokens = [size * count for count in blocks]
-    capacity = min(tokens)
-    if concurrency is not None and held is not None:
-        # Printed with two decimals, and in whole blocks.
-        doubt = 0.02 * capacity + 0.01 * float(length.value if length is not None else 0) + _BLOCK_SIZES[-1]
-        if abs(held - capacity) > doubt:
-            # Releases before 0.2x divide the blocks by the number of layer groups here and not there.
-            settled["hybrid"] = concurrency
-            capacity, evidence = held, concurrency
-    settled["kv_cache_capacity_tokens"] = LogFact(capacity, evidence.line, evidence.text)
-    if "expert_parallel" in told and str(told["expert_parallel"].value) == "True":
+        settled["max_model_len"] = told["concurrency_tokens"]
+    flag = told.get("enable_expert_parallel")
+    if flag is not None and flag.value is True:
         parts = [told[key].value for key in ("tensor_parallel_size", "data_parallel_size") if key in told]
-        flag = told["expert_parallel"]
         if parts and all(isinstance(part, int) for part in parts):
             settled["expert_parallel_size"] = LogFact(math.prod(int(part) for part in parts), flag.line, flag.text)
     return settled
+
+
+def _capacity(told: Mapping[str, LogFact], figures: Mapping[tuple[str, str], float]) -> dict[str, LogFact]:
+    """Tokens that the KV cache of one replica holds, and whether the model is a hybrid."""
+    evidence = told.get("kv_tokens") or told.get("kv_blocks")
+    if evidence is None:
+        return {}
+    concurrency, length = told.get("concurrency"), told.get("concurrency_tokens")
+    held = None
+    if concurrency is not None and length is not None:
+        held = int(float(concurrency.value) * float(length.value))
+    tokens = [int(value) for (_, figure), value in figures.items() if figure == "kv_tokens"]
+    if not tokens:
+        # V0 and early V1 printed blocks and not their size; the concurrency printed beside it has it.
+        blocks = min(int(value) for (_, figure), value in figures.items() if figure == "kv_blocks")
+        block = told.get("block_size")
+        size = block.value if block is not None and isinstance(block.value, int) else None
+        if size is None and held is not None:
+            size = min(_BLOCK_SIZES, key=lambda candidate: abs(candidate * blocks - held))
+        return {} if size is None else {"kv_cache_capacity_tokens": replace(evidence, value=size * blocks)}
+    capacity = min(tokens)
+    if concurrency is not None and length is not None and held is not None:
+        # Printed with two decimals, and in whole blocks.
+        doubt = 0.02 * capacity + 0.01 * float(length.value) + _BLOCK_SIZES[-1]
+        if abs(held - capacity) > doubt:
+            # Releases before 0.2x divided the blocks by the number of layer groups in one figure and not in the other.
+            return {"hybrid": concurrency, "kv_cache_capacity_tokens": replace(concurrency, value=held)}
+    return {"kv_cache_capacity_tokens": replace(evidence, value=capacity)}
 
 
 _ARGUMENTS = {
@@ -104,7 +106,11 @@ _ARGUMENTS = {
     "tensor_parallel_size": "tensor_parallel_size",
     "pipeline_parallel_size": "pipeline_parallel_size",
     "data_parallel_size": "data_parallel_size",
-    "enable_expert_parallel": "expert_parallel",
+    "enable_expert_parallel": "enable_expert_parallel",
+    "enable_prefix_caching": "enable_prefix_cache",
+    "quantization": "quantization",
+    "cpu_offload_gb": "cpu_offload_gb",
+    "swap_space": "swap_space_gb",
     "block_size": "block_size",
 }
 _LOG = LogTable(
@@ -125,11 +131,15 @@ _LOG = LogTable(
                 "model": "model",
                 "dtype": "dtype",
                 "max_seq_len": "max_model_len",
+                "quantization": "quantization",
+                "enable_prefix_caching": "enable_prefix_cache",
+                "served_model_name": "served_as",
                 "kv_cache_dtype": "kv_cache_dtype",
                 "tensor_parallel_size": "tensor_parallel_size",
                 "pipeline_parallel_size": "pipeline_parallel_size",
                 "data_parallel_size": "data_parallel_size",
             },
+            nones={"quantization": "none"},
         ),
     ),
     rules=(

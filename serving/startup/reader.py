@@ -10,32 +10,18 @@ a text search, in bounded memory.
 """
 
 import io
-import itertools
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from serving.engines import ENGINES, Engine, LogDump, LogFact, LogRule, LogTable
 from serving.log_lines import Block, LogLine, Stamp, parse_line, read_blocks, split_block
+from serving.startup.facts import PHASES, Clamp, DeviceBuffers, Phase, RankMemory, StartupFacts, whole
 
-__all__ = [
-    "PHASES",
-    "Clamp",
-    "DeviceBuffers",
-    "Phase",
-    "PhaseMemory",
-    "RankMemory",
-    "StartupFacts",
-    "logged_limits",
-    "memory_by_phase",
-    "read_startup",
-]
-
-PHASES = ("launch", "weights", "profile", "kv_pool", "workspace", "graphs", "warmup", "ready")
-"""The phases of a start in their order; engines have only some of them."""
+__all__ = ["logged_limits", "read_startup"]
 
 _TEXT_LIMIT = 240
 _QUIET_BYTES = 8 << 20
@@ -69,176 +55,6 @@ _DUMPED = re.compile(r"""['"]?\b(?P<key>\w+)['"]?\s*[=:]\s*(?P<value>'[^']*'|"[^
 _NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?|-?\.\d{1,15}")
 _GROUPED = re.compile(r"\d{1,3}(?:,\d{3})+,?|\d+,")
 _ENGINE_PROCESS = re.compile(r"(?:EngineCore|APIServer|ApiServer)(?:_|$)")
-
-
-@dataclass(frozen=True, slots=True)
-class Clamp:
-    """A setting that the server cut down, by its own words.
-
-    Attributes:
-        key: canonical settings key.
-        asked: what it was started with; None where the line does not say.
-        taken: what it took instead. Per replica where the line says so.
-        line: where it says so, from 1.
-        text: the line, cut.
-    """
-
-    key: str
-    asked: str | int | float | None
-    taken: str | int | float
-    line: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Where the memory of one rank went, as it printed it; None where it did not.
-
-    Attributes:
-        rank: such as `dp0 tp1`, or "" where the log names none.
-        weights_bytes: model weights.
-        kv_cache_bytes: memory for the KV cache, as available to it or as taken.
-        state_bytes: state of recurrent layers.
-        graphs_bytes: captured graphs.
-        activations_bytes: peak of the profiled forward pass.
-        non_torch_bytes: what the framework did not allocate (communication, driver).
-        kv_tokens: tokens that its part of the KV cache holds; of hybrid models no per-token cost.
-        kv_blocks: blocks of it.
-    """
-
-    rank: str
-    weights_bytes: int | None = None
-    kv_cache_bytes: int | None = None
-    state_bytes: int | None = None
-    graphs_bytes: int | None = None
-    activations_bytes: int | None = None
-    non_torch_bytes: int | None = None
-    kv_tokens: int | None = None
-    kv_blocks: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceBuffers:
-    """Buffers of one device, as llama.cpp prints them; None where it did not. `CPU` names are host memory."""
-
-    device: str
-    model_bytes: int | None = None
-    kv_cache_bytes: int | None = None
-    state_bytes: int | None = None
-    compute_bytes: int | None = None
-    output_bytes: int | None = None
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the buffers are in the host's memory (pinned memory such as CUDA_Host too)."""
-        return self.device.startswith("CPU") or self.device.endswith("_Host")
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A phase of the start: it begins here and ends where the next begins.
-
-    Attributes:
-        name: one of `PHASES`.
-        line: the line that tells.
-        stamp: when, where the log has times.
-    """
-
-    name: str
-    line: int
-    stamp: Stamp | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StartupFacts:
-    """What a log says of the last start in it.
-
-    Attributes:
-        engine: name of the engine's table, or None when no start of any known engine is in the log.
-        also: other engines of which starts are in the log too.
-        starts: how many starts the log holds; 0 for none.
-        first_line: where the last start begins.
-        log_bytes: length of the log.
-        version: as the engine printed it.
-        dtype: element type of the model, as the engine printed it.
-        settings: canonical settings key -> what the server really took, over the whole target.
-        asked: canonical settings key -> what it was started with, where the log tells it apart.
-        clamps: what it cut down, each once.
-        ranks: memory by rank.
-        buffers: memory by device (llama.cpp).
-        offloaded_layers: layers on GPUs, of `layers` (llama.cpp).
-        layers: layers of the model.
-        max_concurrency: how many requests of `max_concurrency_tokens` the KV cache holds, as printed.
-        max_concurrency_tokens: the length that this is for.
-        replicas: data-parallel replicas by which figures of one were multiplied.
-        hybrid: the log shows that KV tokens are no per-token cost (sliding windows, recurrent state).
-        phases: how far the start came, in the order of `PHASES`.
-    """
-
-    engine: str | None = None
-    also: tuple[str, ...] = ()
-    starts: int = 0
-    first_line: int = 0
-    log_bytes: int = 0
-    version: str | None = None
-    dtype: str | None = None
-    settings: Mapping[str, LogFact] = field(default_factory=dict)
-    asked: Mapping[str, LogFact] = field(default_factory=dict)
-    clamps: tuple[Clamp, ...] = ()
-    ranks: tuple[RankMemory, ...] = ()
-    buffers: tuple[DeviceBuffers, ...] = ()
-    offloaded_layers: int | None = None
-    layers: int | None = None
-    max_concurrency: float | None = None
-    max_concurrency_tokens: int | None = None
-    replicas: int = 1
-    hybrid: bool = False
-    phases: tuple[Phase, ...] = ()
-
-    @property
-    def ready(self) -> bool:
-        """Whether the last start says that it came to its end."""
-        return any(phase.name == "ready" for phase in self.phases)
-
-    @property
-    def binding_rank(self) -> RankMemory | None:
-        """The rank with the smallest KV cache, which binds; None where none is known."""
-        for figure in ("kv_tokens", "kv_blocks", "kv_cache_bytes"):
-            known = [rank for rank in self.ranks if getattr(rank, figure) is not None]
-            if known:
-                return min(known, key=lambda rank: int(getattr(rank, figure)))
-        return None
-
-    def number(self, key: str) -> int | None:
-        """The whole number that the server took for a settings key, or None."""
-        fact = self.settings.get(key)
-        return fact.value if fact is not None and isinstance(fact.value, int) else None
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseMemory:
-    """How memory moved during one phase of a start.
-
-    Attributes:
-        phase: name of the phase.
-        seconds: how long the phase lasted.
-        before_bytes: the last sample at or before its begin; None when there is none.
-        after_bytes: the last sample at or before its end, and not before its begin.
-        peak_bytes: the largest between.
-    """
-
-    phase: str
-    seconds: float
-    before_bytes: float | None
-    after_bytes: float | None
-    peak_bytes: float | None
-
-    @property
-    def rise_bytes(self) -> float | None:
-        """By how much it rose; None when either end is unknown."""
-        if self.before_bytes is None or self.after_bytes is None:
-            return None
-        return self.after_bytes - self.before_bytes
 
 
 def read_startup(source: Path | BinaryIO, engine: Engine | None = None) -> StartupFacts:
@@ -277,35 +93,6 @@ def logged_limits(engine: Engine, log_text: str) -> dict[str, int]:
         "context_tokens": facts.number("max_model_len"),
     }
     return {name: number for name, number in limits.items() if number is not None}
-
-
-def memory_by_phase(samples: Iterable[tuple[float, float]], phases: Sequence[Phase]) -> tuple[PhaseMemory, ...]:
-    """At which phase of a start memory rose, and by how much.
-
-    Args:
-        samples: (seconds, bytes) in order of time, on the same clock as the stamps of the phases.
-        phases: as in `StartupFacts`; those without a stamp are passed over.
-
-    Returns:
-        One entry for each phase that has an end: a phase lasts until the next begins. The last, normally `ready`, only
-        ends the one before it.
-    """
-    points = list(samples)
-    stamped = [(phase.name, phase.stamp.seconds) for phase in phases if phase.stamp is not None]
-    moved = []
-    for (name, begin), (_, end) in itertools.pairwise(stamped):
-        before = [value for seconds, value in points if seconds <= begin]
-        within = [value for seconds, value in points if begin <= seconds <= end]
-        moved.append(
-            PhaseMemory(
-                phase=name,
-                seconds=end - begin,
-                before_bytes=before[-1] if before else None,
-                after_bytes=within[-1] if within else None,
-                peak_bytes=max(within, default=None),
-            )
-        )
-    return tuple(moved)
 
 
 @dataclass(slots=True)
@@ -431,6 +218,7 @@ class _Reader:
                 continue
             seen.add(key)
             value = _read_value(found["value"].strip("'\""))
+            value = dump.nones.get(key) if value is None else value
             if value is not None:
                 # The rest of the line is not kept: it may hold keys.
                 text = f"{dump.words.strip()} ... {found[0]} ..."
@@ -496,28 +284,28 @@ class _Reader:
             if fact is None or fact.value == clamp.asked:
                 told[clamp.key] = LogFact(clamp.taken, clamp.line, clamp.text)
         told |= self._table.settle(told, start.figures)
-        replicas = _whole(told.get("data_parallel_size")) or 1
+        replicas = whole(told.get("data_parallel_size")) or 1
         for key in _PER_REPLICA:
-            told_once = _whole(told.get(key))
+            told_once = whole(told.get(key))
             if replicas > 1 and told_once is not None:
                 text = f"{told[key].text} (x {replicas} data-parallel replicas)"
                 told[key] = replace(told[key], value=told_once * replicas, text=text)
-        version, dtype, concurrency = told.get("version"), told.get("dtype"), told.get("concurrency")
+        version, served, concurrency = (told.get(name) for name in ("version", "served_as", "concurrency"))
         return StartupFacts(
             engine=self.engine.name,
             starts=self._starts,
             first_line=start.first_line,
             version=None if version is None else str(version.value),
-            dtype=None if dtype is None else str(dtype.value).removeprefix("torch."),
+            served_as=None if served is None else str(served.value),
             settings={name: fact for name, fact in told.items() if name not in _NOT_SETTINGS},
             asked=start.asked,
             clamps=_complete(start.clamps.values(), start.asked),
             ranks=_ranks(start.figures),
             buffers=_buffers(start.buffers),
-            offloaded_layers=_whole(told.get("offloaded_layers")),
-            layers=_whole(told.get("layers")),
+            offloaded_layers=whole(told.get("offloaded_layers")),
+            layers=whole(told.get("layers")),
             max_concurrency=float(concurrency.value) if concurrency is not None else None,
-            max_concurrency_tokens=_whole(told.get("concurrency_tokens")),
+            max_concurrency_tokens=whole(told.get("concurrency_tokens")),
             replicas=replicas,
             hybrid=start.hybrid or "hybrid" in told,
             phases=_order(start.marks),
@@ -526,8 +314,8 @@ class _Reader:
 
 _NOT_SETTINGS = frozenset(
     {
-        "version", "concurrency", "concurrency_tokens", "offloaded_layers", "layers", "hybrid", "dtype", "unified",
-        "slots", "slot_tokens", "pool_tokens", "context_tokens", "block_size", "blocks_override", "expert_parallel", "kv_tokens",
+        "version", "served_as", "concurrency", "concurrency_tokens", "offloaded_layers", "layers", "hybrid",
+        "slots", "slot_tokens", "pool_tokens", "context_tokens", "block_size", "blocks_override", "kv_tokens",
         "kv_blocks",
     }
 )  # fmt: skip
@@ -541,14 +329,12 @@ def _read_value(text: str) -> str | int | float | None:
         plain = plain.replace(",", "")
     if plain in ("", "None", "null", "-1"):
         return None
+    if plain.lower() in ("true", "false"):
+        return plain.lower() == "true"
     if _NUMBER.fullmatch(plain):
         return float(plain) if "." in plain else int(plain)
     # A figure of thousands of digits is no log of a server.
     return None if plain.isdigit() else plain[:_TEXT_LIMIT]
-
-
-def _whole(fact: LogFact | None) -> int | None:
-    return fact.value if fact is not None and isinstance(fact.value, int) else None
 
 
 def _rank_name(line: LogLine) -> str:
