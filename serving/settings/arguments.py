@@ -98,6 +98,10 @@ def _per_copy(name: str) -> _Rule:
     return rule
 
 
+def _one_cache(_: Settings, value: Scalar) -> list[str] | str:
+    return [] if value else "requests always share one KV cache here"
+
+
 def _nothing(reason: str) -> _Rule:
     return lambda _, __: reason
 
@@ -138,15 +142,9 @@ def _vllm_drafting(tokens: int) -> list[str]:
 
 
 def _sglang_drafting(tokens: int) -> list[str]:
-    chain = [
-        "--speculative-algorithm",
-        "NEXTN",
-        "--speculative-num-steps",
-        str(tokens),
-        "--speculative-eagle-topk",
-        "1",
-    ]
-    return [*chain, "--speculative-num-draft-tokens", str(tokens + 1)]
+    method = ["--speculative-algorithm", "NEXTN", "--speculative-eagle-topk", "1"]
+    # The tokens that are verified are those drafted and the one before them.
+    return [*method, "--speculative-num-steps", str(tokens), "--speculative-num-draft-tokens", str(tokens + 1)]
 
 
 # ---- experts
@@ -248,7 +246,7 @@ _RULES: Final[Mapping[str, Mapping[str, _Rule]]] = {
         ),
         "kv_cache_dtype_k": _PARTS,
         "kv_cache_dtype_v": _PARTS,
-        "kv_unified": _switch(None, None),
+        "kv_unified": _one_cache,
         "enable_prefix_cache": _switch("--enable-prefix-caching", "--no-enable-prefix-caching"),
         "quantization": _weights_method(_flag("--quantization")),
         "dtype": _flag("--dtype"),
@@ -275,7 +273,7 @@ _RULES: Final[Mapping[str, Mapping[str, _Rule]]] = {
         "kv_cache_dtype": _flag("--kv-cache-dtype", {"fp8": "fp8_e4m3"}),
         "kv_cache_dtype_k": _PARTS,
         "kv_cache_dtype_v": _PARTS,
-        "kv_unified": _switch(None, None),
+        "kv_unified": _one_cache,
         "enable_prefix_cache": _switch(None, "--disable-radix-cache"),
         "quantization": _weights_method(_flag("--quantization")),
         "dtype": _flag("--dtype"),

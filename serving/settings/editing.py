@@ -5,6 +5,7 @@ order, quotes, alignment, blank lines, line ends and a byte order mark stay as t
 read again before it replaces the file, and must say what was asked and nothing more.
 """
 
+import difflib
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import yaml
 
 from serving.errors import ConfigError
-from serving.settings.keys import Scalar, Settings, parse_settings, spelt_value
+from serving.settings.keys import SETTING_ALIASES, SETTING_KEYS, Scalar, Settings, parse_settings, spelt_value
 from serving.settings.versions import locked, read_bytes, replace_bytes
 
 __all__ = ["SettingEntry", "edit_settings", "write_settings"]
@@ -199,6 +200,10 @@ def _skip(events: list[Any], at: int) -> tuple[Any, int]:
 
 def _edited(raw: bytes, changes: Mapping[str, Value | None], reasons: Mapping[str, str], path: str) -> bytes:
     before = parse_settings(raw, path)
+    for key in changes:
+        if key not in (*SETTING_KEYS, "derived_from"):
+            near = SETTING_ALIASES.get(key) or ", ".join(difflib.get_close_matches(key, SETTING_KEYS, n=1))
+            raise ConfigError(f"{path}: {key!r} is no canonical key" + (f"; use {near!r}" if near else ""))
     bare = raw.decode("utf-8-sig")
     mark = _BOM if raw.startswith(_BOM.encode()) else ""
     entries, in_braces, end = _locate(bare)

@@ -27,6 +27,7 @@ __all__ = [
     "Settings",
     "StaleInput",
     "parse_settings",
+    "read_assignment",
     "read_settings",
     "spelt_value",
     "stale_inputs",
@@ -397,6 +398,29 @@ def parse_settings(raw: bytes, path: str | Path) -> Settings:
         ConfigError: as there.
     """
     return _settings(parse_yaml(raw, str(path)), str(path))
+
+
+def read_assignment(text: str, engine: str | None = None) -> tuple[str, Scalar]:
+    """A setting as it is given on a command line, `NAME=VALUE`, under any of its names.
+
+    Args:
+        text: the setting.
+        engine: whose names are meant where engines differ.
+
+    Returns:
+        The canonical key and its value.
+
+    Raises:
+        ConfigError: there is no such setting, or it cannot have this value.
+    """
+    name, sign, value = text.partition("=")
+    if not sign or not text.isprintable():
+        raise ConfigError(f"{text[:60]!r} is no setting: write NAME=VALUE, as in max_batch_size=48")
+    top = parse_yaml(f"{name.strip()}: {value.strip()}".encode(), "setting").mapping()
+    if len(top) != 1 or "derived_from" in top:
+        raise ConfigError(f"{text[:60]!r} is no setting: write NAME=VALUE, as in max_batch_size=48")
+    values, _, _ = _read(top, _READERS, engine)
+    return next(iter(values.items()))
 
 
 def _settings(root: Node, path: str) -> Settings:

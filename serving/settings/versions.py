@@ -136,12 +136,12 @@ def versions(path: str | Path) -> tuple[Backup, ...]:
     uses = _uses(folder)
     found = []
     with _disk(folder, "read"):
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else ():
-            match = _VERSION_NAME.fullmatch(entry.name)
+        for place in folder.iterdir() if folder.is_dir() else ():
+            match = _VERSION_NAME.fullmatch(place.name)
             if match is not None:
-                content = Path(entry.path).read_bytes()
+                content = place.read_bytes()
                 number, digest = int(match[1]), hashlib.sha256(content).hexdigest()
-                found.append(Backup(number, digest, entry.path, len(content), uses.get(number, ())))
+                found.append(Backup(number, digest, str(place), len(content), uses.get(number, ())))
     return tuple(sorted(found, key=lambda one: one.version))
 
 
@@ -315,7 +315,8 @@ def replace_bytes(path: Path, content: bytes) -> None:
     """Put `content` in the place of a file, under the lock of its folder.
 
     Raises:
-        RecordError: it cannot be written; the file is as it was.
+        RecordError: it cannot be written; the file is as it was, or whole as asked where only the folder could not be
+            forced to the disk.
     """
     target = _target(path)
     with _disk(target, "written"):
@@ -330,10 +331,10 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 def _write_whole(target: Path, content: bytes, mode: int, owner: os.stat_result | None = None) -> None:
     """Write beside, force to the disk, rename, force the folder."""
-    for entry in os.scandir(target.parent):
+    for place in target.parent.iterdir():
         # What a writer that died left: whoever holds the lock is the only one that lives.
-        if entry.name.startswith(_FRESH):
-            Path(entry.path).unlink()
+        if place.name.startswith(_FRESH):
+            place.unlink()
     fresh = target.with_name(f"{_FRESH}{os.getpid()}")
     handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

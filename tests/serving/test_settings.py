@@ -15,7 +15,10 @@ from serving.settings import (
     SETTING_KEYS,
     Settings,
     StaleInput,
+    engine_arguments,
     keys,
+    parse_settings,
+    read_assignment,
     read_settings,
     stale_inputs,
     stale_warning,
@@ -414,6 +417,197 @@ def test_any_file_gives_settings_or_one_kind_of_error(tmp_path_factory, content)
     else:
         told = read.path
     assert told.startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "engine", "expected"),
+    [
+        ("max_batch_size=48", None, ("max_batch_size", 48)),
+        ("--max-num-seqs = 48", "vllm", ("max_batch_size", 48)),
+        ("disable_radix_cache=true", None, ("enable_prefix_cache", False)),
+        ("batch_size=512", "llamacpp", ("max_num_batched_tokens", 512)),
+        ("kv_cache_quant=off", None, ("kv_cache_dtype", "auto")),
+        ("model=/models/a=b", None, ("model", "/models/a=b")),
+    ],
+)
+def test_a_setting_is_read_from_a_command_line(text, engine, expected):
+    assert read_assignment(text, engine) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("max_batch_size", "is no setting: write NAME=VALUE"),
+        ("max_batch_size=8\nmodel: m", "is no setting"),
+        ("max_batch_size=0", "max_batch_size: is 0; it must be 1 to 65536"),
+        ("max_batch_size=", "must be a whole number"),
+        ("batch_size=512", "is llama.cpp's logical batch in tokens"),
+        ("max_batchsize=8", "did you mean 'max_batch_size'?"),
+        ("derived_from={gpus: 8}", "is no setting"),
+        ("=8", "not valid YAML"),
+        ("model={", "not valid YAML"),
+    ],
+)
+def test_what_is_no_setting_on_a_command_line_is_refused(text, says):
+    with pytest.raises(ConfigError) as error:
+        read_assignment(text)
+    assert says in str(error.value)
+
+
+def flags(text, engine):
+    told = engine_arguments(parse_settings(text.encode(), "f.yaml"), engine)
+    return " ".join(told.words), dict(told.left_out)
+
+
+def test_the_same_file_in_the_words_of_three_engines():
+    text = (
+        "model: /m\ngpu: h200\ngpus: 8\nmax_batch_size: 48\nmax_model_len: 32768\nmax_num_batched_tokens: 8192\n"
+        "kv_cache_dtype: fp8\nenable_prefix_cache: false\ngpu_memory_utilization: 0.90\ntensor_parallel_size: 8\n"
+        "expert_parallel_size: 8\nquantization: none\n"
+    )
+    assert flags(text, "vllm") == (
+        (
+            "/m --max-num-seqs 48 --max-model-len 32768 --max-num-batched-tokens 8192 --kv-cache-dtype fp8 "
+            "--no-enable-prefix-caching --gpu-memory-utilization 0.9 --tensor-parallel-size 8 --enable-expert-parallel"
+        ),
+        {},
+    )
+    assert flags(text, "sglang") == (
+        (
+            "--model-path /m --max-running-requests 48 --context-length 32768 --chunked-prefill-size 8192 "
+            "--kv-cache-dtype fp8_e4m3 --disable-radix-cache --mem-fraction-static 0.9 --tp-size 8 --ep-size 8"
+        ),
+        {},
+    )
+    words, left_out = flags(text, "llamacpp")
+    assert words == "--model /m --parallel 48 --ctx-size 1572864 --batch-size 8192 --no-cache-prompt"
+    assert set(left_out) == {
+        "kv_cache_dtype",
+        "gpu_memory_utilization",
+        "tensor_parallel_size",
+        "expert_parallel_size",
+    }
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("key", [key for key in SETTING_KEYS if key not in ("engine", "gpu", "gpus")])
+def test_every_setting_is_said_or_named_with_the_reason(engine, key):
+    settings = parse_settings(WHOLE.encode(), "f.yaml")
+    told = engine_arguments(Settings(path="f.yaml", **{key: getattr(settings, key)}), engine)
+    unasked = (engine, key) == ("sglang", "enable_prefix_cache")
+    assert bool(told.words) + bool(told.left_out.get(key)) == (0 if unasked else 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "engine", "words", "left_out"),
+    [
+        # llama.cpp's context is the whole cache: as often the length as slots have parts of it.
+        ("max_model_len: 4096\nmax_batch_size: 4\n", "llamacpp", "--parallel 4 --ctx-size 16384", ()),
+        (
+            "max_model_len: 4096\nmax_batch_size: 4\nkv_unified: false\n",
+            "llamacpp",
+            "--parallel 4 --ctx-size 16384 --no-kv-unified",
+            (),
+        ),
+        (
+            "max_model_len: 4096\nmax_batch_size: 4\nkv_unified: true\n",
+            "llamacpp",
+            "--parallel 4 --ctx-size 4096 --kv-unified",
+            (),
+        ),
+        ("max_model_len: 4096\n", "llamacpp", "--ctx-size 4096", ()),
+        ("max_model_len: 4096\nkv_unified: false\n", "llamacpp", "--no-kv-unified", ("max_model_len",)),
+        (
+            "max_model_len: 4096\nmax_batch_size: 4\nctx_size: 16384\n",
+            "llamacpp",
+            "--parallel 4 --ctx-size 16384",
+            (),
+        ),
+        (
+            "max_model_len: 4096\nmax_batch_size: 4\nctx_size: 8192\n",
+            "llamacpp",
+            "--parallel 4 --ctx-size 8192",
+            ("max_model_len",),
+        ),
+        ("ctx_size: 8192\nmax_model_len: 4096\n", "llamacpp", "--ctx-size 8192", ("max_model_len",)),
+        ("ctx_size: 8192\nmax_model_len: 8192\n", "llamacpp", "--ctx-size 8192", ()),
+        ("kv_cache_dtype: q8_0\n", "llamacpp", "--cache-type-k q8_0 --cache-type-v q8_0", ()),
+        ("kv_cache_dtype: bfloat16\nctv: q4_0\n", "llamacpp", "--cache-type-k bf16 --cache-type-v q4_0", ()),
+        ("ctk: q8_0\n", "llamacpp", "--cache-type-k q8_0", ()),
+        ("kv_cache_quant: off\n", "llamacpp", "", ()),
+        ("ngl: 99\nn_cpu_moe: 12\nub: 256\n", "llamacpp", "--ubatch-size 256 --n-gpu-layers 99 --n-cpu-moe 12", ()),
+        ("ngl: all\ncpu_moe: true\n", "llamacpp", "--n-gpu-layers all --cpu-moe", ()),
+        ("dp: 2\n", "llamacpp", "", ("data_parallel_size",)),
+        ("dp: 1\n", "llamacpp", "", ()),
+        # What counts for each copy, and what over all.
+        ("max_batch_size: 96\ndp: 2\n", "vllm", "--max-num-seqs 48 --data-parallel-size 2", ()),
+        ("max_batch_size: 97\ndp: 2\n", "vllm", "--max-num-seqs 48 --data-parallel-size 2", ()),
+        ("max_batch_size: 1\ndp: 2\n", "vllm", "--data-parallel-size 2", ("max_batch_size",)),
+        ("max_batch_size: 96\ndp: 2\n", "sglang", "--max-running-requests 96 --dp-size 2", ()),
+        (
+            "engine: sglang\nmax_total_tokens: 90000\ndp: 2\n",
+            "sglang",
+            "--max-total-tokens 45000 --dp-size 2",
+            (),
+        ),
+        ("kv_cache_capacity_tokens: 90000\n", "vllm", "", ("kv_cache_capacity_tokens",)),
+        # Experts.
+        (
+            "ep: 16\ntp: 8\ndp: 2\n",
+            "vllm",
+            "--tensor-parallel-size 8 --data-parallel-size 2 --enable-expert-parallel",
+            (),
+        ),
+        ("ep: 4\ntp: 8\n", "vllm", "--tensor-parallel-size 8", ("expert_parallel_size",)),
+        ("ep: 1\ntp: 8\n", "vllm", "--tensor-parallel-size 8", ()),
+        (
+            "ep: 8\ntp: 8\nenable_expert_parallel: true\n",
+            "vllm",
+            "--tensor-parallel-size 8 --enable-expert-parallel",
+            (),
+        ),
+        ("enable_expert_parallel: true\n", "sglang", "", ("enable_expert_parallel",)),
+        # Drafting.
+        (
+            "mtp_layers: 1\nnum_speculative_tokens: 2\n",
+            "vllm",
+            '--speculative-config {"method": "mtp", "num_speculative_tokens": 2}',
+            (),
+        ),
+        (
+            "mtp_layers: 1\nnum_speculative_tokens: 3\n",
+            "sglang",
+            (
+                "--speculative-algorithm NEXTN --speculative-eagle-topk 1 --speculative-num-steps 3 "
+                "--speculative-num-draft-tokens 4"
+            ),
+            (),
+        ),
+        ("num_speculative_tokens: 3\n", "vllm", "", ("num_speculative_tokens",)),
+        ("mtp_layers: 1\n", "sglang", "", ("mtp_layers",)),
+        ("mtp_layers: 0\nnum_speculative_tokens: 0\n", "vllm", "", ()),
+        ("kv_cache_dtype: bf16\n", "vllm", "--kv-cache-dtype bfloat16", ()),
+        ("cpu_offload_gb: 10\n", "vllm", "--cpu-offload-gb 10", ()),
+        ("cpu_offload_gb: 10\n", "sglang", "--cpu-offload-gb 10", ()),
+        ("cpu_offload_gb: 0.5\n", "sglang", "", ("cpu_offload_gb",)),
+        ("quantization: awq\n", "sglang", "--quantization awq", ()),
+        ("quantization: awq\n", "llamacpp", "", ("quantization",)),
+        ("enable_prefix_cache: true\n", "sglang", "", ()),
+    ],
+)
+def test_each_engine_is_told_in_its_own_way(text, engine, words, left_out):
+    said, unsaid = flags(text, engine)
+    assert (said, tuple(unsaid)) == (words, left_out)
+
+
+def test_arguments_need_an_engine_and_one_only(write):
+    with pytest.raises(ConfigError, match="says no engine"):
+        flags("model: m\n", None)
+    with pytest.raises(ConfigError, match=r"f\.yaml:1: engine is vllm, but sglang was asked for"):
+        flags("engine: vllm\n", "sglang")
+    with pytest.raises(ConfigError, match="engine 'tgi' is not known; known: vllm, sglang, llamacpp"):
+        flags("model: m\n", "tgi")
+    assert flags("engine: vllm\nmax_model_len: 8\n", None)[0] == "--max-model-len 8"
 
 
 def test_every_key_and_alias_is_documented():
