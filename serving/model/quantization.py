@@ -21,8 +21,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from serving.errors import ConfigError
+from serving.model.config import Config
 
-__all__ = ["Quantization", "Scheme", "read_quantization"]
+__all__ = ["Quantization", "Scheme", "read_object", "read_quantization"]
 
 _MAX_BYTES = 2**22
 _PLAIN_BITS: Final[Mapping[str, float]] = MappingProxyType({"bfloat16": 16.0, "float16": 16.0, "float32": 16.0})
@@ -106,9 +107,9 @@ class Quantization:
         Args:
             module: its name in the checkpoint without the last part, as in `model.layers.3.self_attn.q_proj`.
         """
-        spellings = _spellings(module)
+        plain = _canonical(module)
         for rule in self._rules:
-            if rule.matches(spellings):
+            if rule.matches(plain, module):
                 return rule.scheme
         return None
 
@@ -193,17 +194,30 @@ def _find_block(
     return None, where
 
 
-def _read_beside(path: Path) -> Mapping[str, Any]:
+def read_object(path: Path, most_bytes: int = _MAX_BYTES) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ConfigError: it cannot be read, is larger than `most_bytes`, or holds something else.
+    """
     try:
         with path.open("rb") as file:
-            body = file.read(_MAX_BYTES + 1)
-        found = json.loads(body) if len(body) <= _MAX_BYTES else None
+            body = file.read(most_bytes + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(body) > most_bytes:
+        raise ConfigError(f"{path}: larger than {most_bytes} bytes, which no such file is")
+    try:
+        found = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON: {str(error)[:200]}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: must be a JSON object of at most {_MAX_BYTES} bytes")
+        raise ConfigError(f"{path}: must be a JSON object")
+    return found
+
+
+def _read_beside(path: Path) -> Mapping[str, Any]:
+    found = read_object(path)
     if "quant_method" in found or "quantization" in found:
         return found
     return {"quant_method": "awq" if "w_bit" in found or "zero_point" in found else "gptq", **found}
@@ -240,8 +254,8 @@ def _canonical(name: str) -> str:
     return name.removeprefix("language_model.")
 
 
-def _spellings(module: str) -> tuple[str, ...]:
-    plain = _canonical(module)
+def _spellings(plain: str, module: str) -> tuple[str, ...]:
+    """How a module may be called, since a pattern may want the wrapping that its name lacks."""
     inner = plain.removeprefix("model.")
     wrapped = (f"model.language_model.{inner}", f"language_model.{plain}", f"language_model.model.{inner}")
     return tuple(dict.fromkeys((plain, module, *wrapped)))
@@ -272,13 +286,15 @@ class _Names:
             patterns.append(_compile("|".join(dict.fromkeys(globs)), block))
         return cls(frozenset(plain), tuple(patterns))
 
-    def match(self, spellings: tuple[str, ...]) -> bool:
+    def match(self, plain: str, module: str) -> bool:
         if self.plain:
-            parts = spellings[0].split(".")
+            parts = plain.split(".")
             ends = range(1, len(parts) + 1)
             if any(".".join(parts[start:end]) in self.plain for end in ends for start in range(end)):
                 return True
-        return any(pattern.match(name) for pattern in self.patterns for name in spellings)
+        return bool(self.patterns) and any(
+            pattern.match(name) for name in _spellings(plain, module) for pattern in self.patterns
+        )
 
 
 def _compile(pattern: str, block: "_Block") -> re.Pattern[str]:
@@ -309,10 +325,8 @@ class _Rule:
     names: _Names | None = None
     kinds: frozenset[str] = frozenset()
 
-    def matches(self, spellings: tuple[str, ...]) -> bool:
-        if self.names is not None:
-            return self.names.match(spellings)
-        return _kind(spellings[0]) in self.kinds
+    def matches(self, plain: str, module: str) -> bool:
+        return _kind(plain) in self.kinds if self.names is None else self.names.match(plain, module)
 
 
 _LAYERS = frozenset({"linear", "expert"})
@@ -334,15 +348,10 @@ def _rules(
 # --- values --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """The keys of one block, asked for by type."""
+class _Block(Config):
+    """The keys of one block, which is an object in a configuration."""
 
-    where: str
-    values: Mapping[str, Any]
-
-    def error(self, message: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {message}")
+    __slots__ = ()
 
     def integer(self, *keys: str, least: int = 1, most: int = 2**20, default: int | None = None) -> int:
         for key in keys:
@@ -355,14 +364,6 @@ class _Block:
         if default is None:
             raise self.error(f"{keys[0]} is missing")
         return default
-
-    def flag(self, key: str, *, default: bool) -> bool:
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(f"{key} is {str(value)[:60]!r}; it must be true or false")
-        return value
 
     def text(self, key: str, default: str = "") -> str:
         value = self.values.get(key)
