@@ -9,6 +9,7 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,8 +19,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from monitor.gpu import gpu_reader
+from monitor.gpu import PcieLink, describe_gpus
 from monitor.http import converse, open_session, parse_url
+from monitor.machine import read_machine
 from plimsoll.report import clean
 from serving.engines import probe
 from serving.errors import PlimsollError
@@ -52,13 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _examine(urls: list[str]) -> dict[str, Any]:
+    gpus = await describe_gpus()
     return {
         "schema": "plimsoll.doctor/1",
         "version": version("plimsoll"),
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "packages": {name: str(Path(importlib.import_module(name).__file__ or "").parent) for name in OUR_PACKAGES},
         "libraries": {name: _version_of(name) for name in LIBRARIES},
-        "gpus": await _gpus(),
+        "gpus": asdict(gpus),
+        "machine": asdict(read_machine(gpus)),
         "clock": _clock(),
         "file_descriptors": _descriptors(),
         "targets": [await _target(url) for url in urls],
@@ -90,14 +94,6 @@ def _descriptors() -> dict[str, Any]:
     return {"soft": soft, "hard": hard, "enough": soft >= WANTED_DESCRIPTORS or soft == resource.RLIM_INFINITY}
 
 
-async def _gpus() -> dict[str, Any]:
-    reader = gpu_reader("auto")
-    try:
-        return asdict(await reader.describe())
-    finally:
-        await reader.close()
-
-
 async def _target(url: str) -> dict[str, Any]:
     try:
         base = parse_url(url)
@@ -116,6 +112,50 @@ async def _target(url: str) -> dict[str, Any]:
     }
 
 
+def _machine_rows(machine: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Label and text of each line about the machine."""
+    for card in machine["cards"]:
+        yield (
+            "GPU",
+            f"{card['name']} ({card['uuid']}): {_free(card, 'memory_free_bytes', 'memory_total_bytes')}{_link(card)}",
+        )
+        for process in card["processes"] or ():
+            amount = "" if process["used_bytes"] is None else f", {_gib(process['used_bytes'])}"
+            yield "", f"in use by {process['name'] or 'a process'} (pid {process['pid']}){amount}"
+    if not machine["cards"]:
+        yield "GPU", "none seen"
+    memory, processor = machine["memory"], machine["processor"]
+    speed = ""
+    if memory["bandwidth_bytes_per_second"] is not None:
+        most = "" if memory["channels_are_counted"] else "at most "
+        speed = f", {most}{memory['channels']} channels at {memory['megatransfers_per_second']} MT/s"
+        speed += f" = {memory['bandwidth_bytes_per_second'] / 1e9:.1f} GB/s"
+    yield "memory", _free(memory, "available_bytes", "total_bytes") + speed
+    cores = f"{processor['cores'] or 'unknown'} cores, {processor['threads'] or 'unknown'} threads"
+    usable = "" if processor["usable_threads"] is None else f", {processor['usable_threads']:g} usable"
+    yield "processor", f"{processor['name'] or 'unknown'}: {cores}{usable}"
+    for note in machine["notes"]:
+        yield "", note
+
+
+def _free(figures: dict[str, Any], free: str, total: str) -> str:
+    if figures[free] is None or figures[total] is None:
+        return "memory not told"
+    return f"{figures[free] / 2**30:.1f} of {_gib(figures[total])} free"
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _link(card: dict[str, Any]) -> str:
+    link = PcieLink(**card["link"]) if card["link"] else PcieLink()
+    if link.bytes_per_second is None:
+        return ""
+    generation, width = link.max_generation or link.generation, link.width or link.max_width
+    return f", PCIe {generation}.0 x{width} = {link.bytes_per_second / 1e9:.1f} GB/s"
+
+
 def _render(document: dict[str, Any], console: Console) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -127,9 +167,8 @@ def _render(document: dict[str, Any], console: Console) -> None:
     for name, found in document["libraries"].items():
         missing = "[yellow]not installed[/]" + (" (only `plimsoll demo` needs it)" if name == "xllamacpp" else "")
         table.add_row(f"  {name}", found or missing)
-    gpus = document["gpus"]
-    seen = ", ".join(f"{device['name']} ({device['uuid']})" for device in gpus["devices"])
-    table.add_row("GPUs", seen or "none seen" + (f": {gpus['problem']}" if gpus["problem"] else ""))
+    for label, text in _machine_rows(document["machine"]):
+        table.add_row(label, escape(clean(text)))
     clock = document["clock"]
     shared = "shared by all processes" if clock["shared_between_processes"] else "[yellow]not shared[/]"
     table.add_row("clock", f"{clock['source']}, step {clock['smallest_step_seconds'] * 1e9:.0f} ns, {shared}")
