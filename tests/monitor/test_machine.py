@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monitor import machine
@@ -217,6 +217,7 @@ def slots(*names: tuple[str, str], empty: tuple[tuple[str, str], ...] = ()) -> t
         ([("DIMMG2", "P0_Node0_Channel6_Dimm1"), ("DIMMH2", "P0_Node0_Channel7_Dimm1")], 1, (2, True)),
         ([("DIMMG1", "P0_Node0_Channel6_Dimm0"), ("DIMMG2", "P0_Node0_Channel6_Dimm1")], 1, (1, True)),
         ([("P1-DIMMA1", "P0_Node0_Channel0_Dimm0"), ("P2-DIMMA1", "P1_Node0_Channel0_Dimm0")], 2, (2, True)),
+        ([("DIMMA1", "P0_Node1_Channel0_Dimm0"), ("DIMME1", "P1_Node0_Channel0_Dimm0")], 2, (2, True)),
         ([("ChannelA-DIMM0", "BANK 0"), ("ChannelB-DIMM0", "BANK 2"), ("ChannelB-DIMM1", "BANK 3")], None, (2, True)),
         ([("Controller0-ChannelA-DIMM0", "BANK 0"), ("Controller1-ChannelA-DIMM0", "BANK 0")], None, (2, True)),
         ([("Controller0-DIMMA2", "BANK 0"), ("Controller1-DIMMB2", "BANK 0")], None, (2, True)),
@@ -615,6 +616,7 @@ def test_a_machine_that_tells_nothing_is_none_throughout_and_says_so(tmp_path: P
     assert len(seen.notes) >= 4
 
 
+@settings(deadline=None)  # it writes files
 @given(st.binary(max_size=200))
 def test_files_full_of_anything_raise_nothing(tmp_path_factory, content: bytes) -> None:
     made = Roots(tmp_path_factory.mktemp("junk"))
