@@ -138,15 +138,10 @@ def _settle(told: Mapping[str, LogFact], figures: Mapping[tuple[str, str], float
 
 
 _CONTEXT = r"llama_(?:context|new_context_with_model|init_from_model): "
-_MIB = r" buffer size = +(?P<{}>[\d.]+) MiB"
+_MIB = r" buffer size = +(?P<{}>[\d.]{{1,20}}) MiB"
 _LOG = LogTable(
-    starts=(
-        "build_info: ",
-        "build: ",
-        "common_params_print_info",
-        ": loading model",
-        "llama_model_loader: loaded meta",
-    ),
+    # "build: " would do for old builds, but prompts that a talkative server prints may hold it too.
+    starts=("build_info: ", "common_params_print_info", "load_model: loading model '"),
     rules=(
         LogRule("build", r"\bbuild: (?P<version>\d+ \(\w+\))"),
         LogRule("build_info: ", r"build_info: (?P<version>b(?!0\b)[\w-]+)"),
@@ -161,7 +156,9 @@ _LOG = LogTable(
         LogRule("loading model tensors", r"load_tensors: loading model tensors", phase="weights"),
         LogRule("layers to GPU", r"offloaded (?P<offloaded_layers>\d+)/(?P<layers>\d+) layers to GPU", first=True),
         LogRule(
-            " buffer size = ", r"load_tensors: +(?P<device>\S+) (?:model )?" + _MIB[1:].format("model_mib"), adds=True
+            " buffer size = ",
+            r"load_tensors: +(?P<device>\S{1,32}) (?:model )?" + _MIB[1:].format("model_mib"),
+            adds=True,
         ),
         LogRule("constructing llama_context", r"constructing llama_context", phase="kv_pool"),
         LogRule("n_ctx ", _CONTEXT + r"n_ctx +=\s+(?P<context_tokens>\d+)", phase="kv_pool", first=True),
@@ -170,14 +167,20 @@ _LOG = LogTable(
         LogRule("n_batch ", _CONTEXT + r"n_batch +=\s+(?P<max_num_batched_tokens>\d+)", first=True),
         LogRule("n_ubatch ", _CONTEXT + r"n_ubatch +=\s+(?P<physical_batch_tokens>\d+)", first=True),
         LogRule("kv_unified", r"\bkv_unified += '?(?P<kv_unified>true|false)"),
-        LogRule("KV buffer size", r"(?P<device>\S+) KV" + _MIB.format("kv_mib"), adds=True),
-        LogRule("RS buffer size", r"(?P<device>\S+) RS" + _MIB.format("state_mib"), adds=True, hybrid=True),
+        LogRule("KV buffer size", r"(?:^|\s)(?P<device>\S{1,32}) KV" + _MIB.format("kv_mib"), adds=True),
+        LogRule(
+            "RS buffer size", r"(?:^|\s)(?P<device>\S{1,32}) RS" + _MIB.format("state_mib"), adds=True, hybrid=True
+        ),
         LogRule("K (", r"\bK \((?P<kv_cache_dtype_k>\w+)\):", first=True),
         LogRule("V (", r"\bV \((?P<kv_cache_dtype_v>\w+)\):", first=True),
         LogRule("SWA KV cache", r"creating (?:non-)?SWA KV cache", hybrid=True),
-        LogRule("output buffer size", r"(?P<device>\S+) +output" + _MIB.format("output_mib")),
+        LogRule("output buffer size", r"(?:^|\s)(?P<device>\S{1,32}) +output" + _MIB.format("output_mib")),
         LogRule("reserving", r"sched_reserve: reserving", phase="workspace"),
-        LogRule("compute buffer size", r"(?P<device>\S+) compute" + _MIB.format("compute_mib"), phase="workspace"),
+        LogRule(
+            "compute buffer size",
+            r"(?:^|\s)(?P<device>\S{1,32}) compute" + _MIB.format("compute_mib"),
+            phase="workspace",
+        ),
         LogRule("warming up the model", r"warming up the model", phase="warmup"),
         LogRule(
             "context size reduced from",

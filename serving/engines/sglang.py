@@ -86,7 +86,7 @@ def _settle(told: Mapping[str, LogFact], figures: Mapping[tuple[str, str], float
     return {"kv_cache_capacity_tokens": LogFact(min(tokens), evidence.line, evidence.text)}
 
 
-_GB = r"=(?P<{}>[\d.]+) GB"  # which means GiB
+_GB = r"=(?P<{}>[\d.]{{1,20}}) GB"  # which means GiB
 _LOG = LogTable(
     starts=("server_args=",),
     dumps=(
@@ -118,11 +118,11 @@ _LOG = LogTable(
         ),
         LogRule("KV Cache is allocated", r"KV Cache is allocated\b.*?dtype: (?:torch\.)?(?P<kv_cache_dtype>\w+)"),
         LogRule("sing KV cache dtype", r"[Uu]sing KV cache dtype: (?:torch\.)?(?P<kv_cache_dtype>\w+)"),
-        LogRule("K size: ", r"\bK size: (?P<kv_gib>[\d.]+) GB", adds=True),
-        LogRule("V size: ", r"\bV size: (?P<kv_gib>[\d.]+) GB", adds=True),
-        LogRule("KV size: ", r"\bKV size: (?P<kv_gib>[\d.]+) GB", adds=True),
-        LogRule("Mamba Cache is allocated", r"conv_state size: (?P<state_gib>[\d.]+) ?GB", adds=True, hybrid=True),
-        LogRule("Mamba Cache is allocated", r"ssm_state size: (?P<state_gib>[\d.]+) ?GB", adds=True, hybrid=True),
+        LogRule("K size: ", r"\bK size: (?P<kv_gib>[\d.]{1,20}) GB", adds=True),
+        LogRule("V size: ", r"\bV size: (?P<kv_gib>[\d.]{1,20}) GB", adds=True),
+        LogRule("KV size: ", r"\bKV size: (?P<kv_gib>[\d.]{1,20}) GB", adds=True),
+        LogRule("Mamba Cache is allocated", r"conv_state size: (?P<state_gib>[\d.]{1,20}) ?GB", adds=True, hybrid=True),
+        LogRule("Mamba Cache is allocated", r"ssm_state size: (?P<state_gib>[\d.]{1,20}) ?GB", adds=True, hybrid=True),
         LogRule("sliding window memory pool", r"[Uu]se sliding window memory pool", hybrid=True),
         LogRule("SWAKVPool mem usage", r"SWAKVPool mem usage", hybrid=True),
         LogRule("Memory pool end", r"Memory pool end", phase="workspace"),
@@ -145,7 +145,7 @@ _LOG = LogTable(
         ),
         LogRule(
             "larger than the profiled value",
-            r"max_total_tokens=(?P<asked>\d+)\b.*? larger than the profiled value (?P<taken>\d+)",
+            r"max_total_tokens=(?P<asked>\d{1,15}) is larger than the profiled value (?P<taken>\d+)",
             clamps="kv_cache_capacity_tokens",
         ),
         LogRule(
@@ -156,12 +156,10 @@ _LOG = LogTable(
         LogRule("max_total_num_tokens=", r"\bmax_total_num_tokens=(?P<kv_tokens>\d+)", phase="warmup"),
         LogRule(
             "max_total_num_tokens=",
-            r"\bmax_total_num_tokens=\d+.*?\bchunked_prefill_size=(?P<max_num_batched_tokens>\d+)",
+            r"\bchunked_prefill_size=(?P<max_num_batched_tokens>\d+)",
         ),
-        LogRule(
-            "max_total_num_tokens=", r"\bmax_total_num_tokens=\d+.*?\bmax_running_requests=(?P<max_batch_size>\d+)"
-        ),
-        LogRule("max_total_num_tokens=", r"\bmax_total_num_tokens=\d+.*?\bcontext_len=(?P<max_model_len>\d+)"),
+        LogRule("max_total_num_tokens=", r"\bmax_running_requests=(?P<max_batch_size>\d+)"),
+        LogRule("max_total_num_tokens=", r"\bcontext_len=(?P<max_model_len>\d+)"),
         LogRule("fired up and ready", r"server is fired up and ready to roll", phase="ready"),
     ),
     settle=_settle,

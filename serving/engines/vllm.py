@@ -51,7 +51,7 @@ _BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def _named(figure: str) -> str:
-    return rf"(?P<{figure}>-?[\d.]+) ?Gi?B"
+    return rf"(?P<{figure}>-?[\d.]{{1,20}}) ?Gi?B"
 
 
 def _settle(told: Mapping[str, LogFact], figures: Mapping[tuple[str, str], float]) -> dict[str, LogFact]:
@@ -148,7 +148,6 @@ _LOG = LogTable(
         LogRule("version ", r"█ +version (?P<version>\d\S*)"),
         LogRule("Using max model len", r"Using max model len (?P<max_model_len>\d+)"),
         LogRule("max_seq_len=", r"\bmax_seq_len=(?P<max_model_len>\d+)"),
-        LogRule("'max_num_seqs'", r"'max_num_seqs': (?P<max_batch_size>\d+)"),
         LogRule(
             "Auto-fit max_model_len",
             r"Auto-fit max_model_len: reduced from (?P<asked>[\d,]+) to (?P<taken>[\d,]+)",

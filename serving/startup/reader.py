@@ -53,6 +53,8 @@ _PER_REPLICA = ("max_batch_size", "kv_cache_capacity_tokens")
 _SECRET = re.compile(r"api[_-]?key|token\b|password|secret|credential", re.IGNORECASE)
 _DUMPED = re.compile(r"""['"]?\b(?P<key>\w+)['"]?\s*[=:]\s*(?P<value>'[^']*'|"[^"]*"|-?[\w.+/-]+)""")
 _NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?|-?\.\d{1,15}")
+_FIGURE = re.compile(r"[\d.,-]*")
+_RELEASE = re.compile(r"\d{1,9}(?:\.\d{1,9}){2,5}")
 _GROUPED = re.compile(r"\d{1,3}(?:,\d{3})+,?|\d+,")
 _ENGINE_PROCESS = re.compile(r"(?:EngineCore|APIServer|ApiServer)(?:_|$)")
 
@@ -333,8 +335,8 @@ def _read_value(text: str) -> str | int | float | None:
         return plain.lower() == "true"
     if _NUMBER.fullmatch(plain):
         return float(plain) if "." in plain else int(plain)
-    # A figure of thousands of digits is no log of a server.
-    return None if plain.isdigit() else plain[:_TEXT_LIMIT]
+    # A figure of thousands of digits, or of commas alone, is no log of a server.
+    return None if _FIGURE.fullmatch(plain) and not _RELEASE.fullmatch(plain) else plain[:_TEXT_LIMIT]
 
 
 def _rank_name(line: LogLine) -> str:
