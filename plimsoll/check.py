@@ -135,7 +135,7 @@ def _judge(checks: tuple[FieldCheck, ...], facts: StartupFacts, log: Path | None
         (engine,) = (check for check in wrong if check.key == "engine")
         return (
             _FAIL,
-            f"the server is {engine.actual}, the file is for {engine.expected}: is it the right log and server?",
+            f"the server is {engine.actual}, the file is for {engine.expected}: is it the right log?",
         )
     if wrong:
         names = ", ".join(check.key for check in wrong[:4]) + (", ..." if len(wrong) > 4 else "")
@@ -234,7 +234,9 @@ def _startup(facts: StartupFacts) -> dict[str, Any]:
 
 
 def _render(document: dict[str, Any], checks: tuple[FieldCheck, ...], console: Console) -> None:
-    table = Table("setting", "file", "server", "", "told by", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title, whole in (("setting", True), ("file", False), ("server", False), ("", True), ("told by", False)):
+        table.add_column(title, no_wrap=whole, overflow="fold")
     for check in checks:
         table.add_row(
             check.key,
