@@ -195,6 +195,7 @@ class LogRule:
     - `weights_gib`, `kv_gib`, `state_gib`, `graphs_gib`, `activations_gib`, `non_torch_gib`, `kv_tokens`, `kv_blocks`:
       figures of the rank that printed the line;
     - `device` with `model_mib`, `kv_mib`, `state_mib`, `compute_mib`, `output_mib`: buffers of that device;
+    - `one_replica`: the log is of one data-parallel replica, which serves alone;
     - `version`, `served_as`, `concurrency`, `concurrency_tokens`, `offloaded_layers`, `layers`: of the whole start;
     - `lasted`: seconds that the phase in `lasting` took up to this line;
     - any other name: for the table's own `settle`.

@@ -106,6 +106,9 @@ _ARGUMENTS = {
     "tensor_parallel_size": "tensor_parallel_size",
     "pipeline_parallel_size": "pipeline_parallel_size",
     "data_parallel_size": "data_parallel_size",
+    # Then every replica is a server with a log of its own.
+    "data_parallel_rank": "one_replica",
+    "data_parallel_external_lb": "one_replica",
     "enable_expert_parallel": "enable_expert_parallel",
     "enable_prefix_caching": "enable_prefix_cache",
     "quantization": "quantization",

@@ -286,7 +286,7 @@ class _Reader:
             if fact is None or fact.value == clamp.asked:
                 told[clamp.key] = LogFact(clamp.taken, clamp.line, clamp.text)
         told |= self._table.settle(told, start.figures)
-        replicas = whole(told.get("data_parallel_size")) or 1
+        replicas = 1 if "one_replica" in told else whole(told.get("data_parallel_size")) or 1
         for key in _PER_REPLICA:
             told_once = whole(told.get(key))
             if replicas > 1 and told_once is not None:
@@ -316,8 +316,8 @@ class _Reader:
 
 _NOT_SETTINGS = frozenset(
     {
-        "version", "served_as", "concurrency", "concurrency_tokens", "offloaded_layers", "layers", "hybrid",
-        "slots", "slot_tokens", "pool_tokens", "context_tokens", "block_size", "blocks_override", "kv_tokens",
+        "version", "one_replica", "served_as", "concurrency", "concurrency_tokens", "offloaded_layers", "layers",
+        "hybrid", "slots", "slot_tokens", "pool_tokens", "context_tokens", "block_size", "blocks_override", "kv_tokens",
         "kv_blocks",
     }
 )  # fmt: skip

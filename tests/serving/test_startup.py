@@ -530,6 +530,14 @@ def test_engines_of_several_data_parallel_ranks_are_one_start():
     assert facts.binding_rank == RankMemory("dp1", kv_tokens=8000)
 
 
+def test_a_replica_that_serves_alone_is_the_whole_target():
+    line = "non-default args: {'model': 'm', 'data_parallel_size': 4, 'data_parallel_rank': 2, 'max_num_seqs': 8}\n"
+    facts = read(line)
+    assert (facts.replicas, facts.number("max_batch_size")) == (1, 8)
+    assert read(line.replace("'data_parallel_rank': 2, ", "")).number("max_batch_size") == 32
+    assert "one_replica" not in facts.settings
+
+
 def test_the_smallest_pipeline_stage_binds():
     facts = read("GPU KV cache size: 900 tokens\nGPU KV cache size: 800 tokens\n", "vllm")
     assert facts.number("kv_cache_capacity_tokens") == 800
