@@ -19,6 +19,10 @@ from serving.errors import ConfigError, PlimsollError
 __all__ = ["COMMANDS", "EXIT_CODES", "main"]
 
 COMMANDS = {
+    "budget": "what a card's memory is spent on, and the batch size that fits; before a start",
+    "settings": "what a serving file says, said before, and would say to an engine",
+    "check": "does the server run what the serving file says? from its start-up log",
+    "diagnose": "why a start failed or a server died, from its log, and the next step",
     "demo": "a whole stress run on a real llama.cpp server (or a simulated one) that it starts itself",
     "stress": "push load up to the configured batch size and past it; find the load line",
     "simulate": "a simulated engine whose truth is known, over HTTP, until stopped",

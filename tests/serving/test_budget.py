@@ -1,0 +1,311 @@
+"""The terms of a card add up, what fits fits and no more would, and each engine is accounted for in its own way."""
+
+import importlib.util
+import sys
+from dataclasses import astuple, replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from serving.budget import Ask, Demand, ask_for, kv_bits, longest_context, pool_tokens, request_bytes, work_out
+from serving.cards import find_card
+from serving.errors import ConfigError
+from serving.model import Split, read_model
+from serving.settings import Settings
+
+GIB = 2**30
+ROOT = Path(__file__).parent.parent.parent
+H200 = find_card("h200")
+HY3 = read_model("hy3")
+LLAMA = read_model("llama-3.1-8b")
+
+
+def sample(name):
+    return read_model(ROOT / "tests" / "samples" / "configs" / f"{name}.json")
+
+
+def ask(model=LLAMA, gib=80, **options):
+    return Ask(model=model, card_bytes=gib * GIB, **options)
+
+
+def hy3(**options):
+    defaults = {"split": Split(8, 1, 8), "demand": Demand(6000), "card_name": H200.name}
+    return Ask(model=HY3, card_bytes=H200.memory_bytes, **(defaults | options))
+
+
+# ---- the laws of any budget
+
+ASKS = st.builds(
+    ask,
+    model=st.sampled_from([LLAMA, sample("qwen3-14b"), sample("gemma-3-27b"), sample("qwen3-next-80b-a3b")]),
+    gib=st.integers(8, 200),
+    engine=st.sampled_from(["vllm", "sglang", "llamacpp"]),
+    split=st.builds(Split, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2])),
+    context_tokens=st.integers(512, 8192),
+    max_batch=st.one_of(st.none(), st.integers(1, 512)),
+    demand=st.one_of(st.none(), st.builds(Demand, st.integers(100, 4000))),
+    free_bytes=st.one_of(st.none(), st.integers(4, 200).map(lambda gib: gib * GIB)),
+    utilization=st.one_of(st.none(), st.floats(0.3, 1)),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ASKS)
+def test_the_terms_are_the_card(asked):
+    terms = work_out(asked).terms
+    assert sum(astuple(terms)) - terms.host_weights == asked.card_bytes
+
+
+@settings(deadline=None, max_examples=60)
+@given(ASKS)
+def test_what_fits_fits_and_lies_within_its_range(asked):
+    found = work_out(asked)
+    low, high = found.max_batch_range
+    assert low <= found.max_batch <= high
+    assert (found.max_batch > 0) == found.fits
+    if found.max_batch > 1:
+        assert found.max_batch * found.mean_bytes <= found.terms.kv_cache * 1.0001
+    if found.fits and asked.engine != "sglang":
+        assert found.longest_bytes <= found.terms.kv_cache
+
+
+@settings(deadline=None, max_examples=60)
+@given(ASKS, st.integers(1, 40))
+def test_a_larger_card_never_holds_less(asked, more):
+    assume(asked.free_bytes is None)
+    larger = replace(asked, card_bytes=asked.card_bytes + more * GIB)
+    # Engines choose larger steps on large cards, which may cost more than they bring.
+    small, big = asked.account.sizes(asked)[0], asked.account.sizes(larger)[0]
+    assume(small == big)
+    if asked.engine == "sglang":
+        assume(asked.utilization is not None)
+    assert work_out(larger).max_batch >= work_out(asked).max_batch
+
+
+@settings(deadline=None, max_examples=60)
+@given(ASKS, st.integers(1, 4000))
+def test_longer_requests_never_let_more_of_them_in(asked, mean):
+    shorter = work_out(replace(asked, demand=Demand(mean)))
+    longer = work_out(replace(asked, demand=Demand(mean + 100)))
+    assert longer.max_batch <= shorter.max_batch
+
+
+def test_one_more_than_fits_does_not_fit():
+    found = work_out(hy3())
+    more = work_out(hy3(max_batch=found.max_batch + 1))
+    assert found.bound_by == "kv_cache"
+    assert more.max_batch == found.max_batch
+    assert work_out(hy3(max_batch=found.max_batch)).bound_by == "asked"
+
+
+def test_the_batch_is_worked_out_from_the_mean_with_room_for_a_long_request_and_never_from_the_longest():
+    found = work_out(hy3())
+    pool, mean, longest = found.terms.kv_cache, found.mean_bytes, found.longest_bytes
+    assert found.max_batch == int((pool - (longest - mean)) // mean)
+    assert found.max_batch > 30 * (pool // longest)
+
+
+def test_a_share_of_long_requests_raises_the_mean():
+    usual = work_out(hy3(demand=Demand(6000, long_tokens=60_000)))
+    mixed = work_out(hy3(demand=Demand(6000, long_tokens=60_000, long_share=0.1)))
+    assert mixed.max_batch < usual.max_batch
+    assert mixed.max_batch == pytest.approx(usual.max_batch * 6000 / (0.9 * 6000 + 0.1 * 60_000), rel=0.15)
+
+
+# ---- what divides what
+
+
+def test_expert_parallelism_divides_expert_weights_and_nothing_else():
+    # Without tensor parallelism the cards are copies, which share their experts.
+    alone = work_out(hy3(split=Split(1, 1, 1), copies=8, max_batch=8, context_tokens=4096, demand=Demand(1000)))
+    spread = work_out(hy3(split=Split(1, 1, 8), copies=8, max_batch=8, context_tokens=4096, demand=Demand(1000)))
+    experts = HY3.weight_bytes().experts
+    assert alone.terms.weights - spread.terms.weights == pytest.approx(experts * 7 / 8, rel=1e-6)
+    assert alone.token_bytes == spread.token_bytes == 327_680
+
+
+def test_key_value_heads_divide_until_one_is_left_on_each_card():
+    sizes = [work_out(hy3(split=Split(tensor), max_batch=1)).token_bytes for tensor in (1, 2, 4, 8, 16)]
+    assert sizes == [327_680, 163_840, 81_920, 40_960, 40_960]
+    assert any("copies of them" in note for note in work_out(hy3(split=Split(16), max_batch=1)).notes)
+
+
+def test_modules_for_multi_token_prediction_take_weights_and_cache():
+    without, with_them = work_out(hy3(max_batch=8)), work_out(hy3(max_batch=8, mtp_layers=1))
+    assert with_them.terms.weights > without.terms.weights
+    assert with_them.token_bytes == without.token_bytes * 81 // 80
+
+
+def test_copies_multiply_the_batch_and_divide_nothing():
+    one = work_out(ask(demand=Demand(2000), max_batch=64))
+    four = work_out(ask(demand=Demand(2000), max_batch=64, copies=4))
+    assert (one.max_batch, four.max_batch) == (64, 256)
+
+
+# ---- when it does not fit
+
+
+@pytest.mark.parametrize(
+    ("asked", "bound_by", "words"),
+    [
+        (ask(HY3), "weights", "weights need 549"),
+        (ask(gib=17), "weights", "nothing is left"),
+        (ask(gib=24), "kv_cache", "one request of 131,072 tokens needs 16.00 GiB"),
+    ],
+)
+def test_what_does_not_fit_says_which_term_and_by_how_much(asked, bound_by, words):
+    found = work_out(asked)
+    assert (found.fits, found.max_batch, found.bound_by) == (False, 0, bound_by)
+    assert words in found.reason
+
+
+def test_the_retreat_is_in_its_order_and_says_what_a_step_buys():
+    found = work_out(hy3())
+    assert [step.kind for step in found.steps] == ["quantization", "quantization", "context", "concurrency"]
+    assert found.steps[0].max_batch > found.max_batch, "half the weights leave more for the cache"
+    assert found.steps[1].max_batch == pytest.approx(2 * found.max_batch, rel=0.1), "half the bytes for each token"
+    assert found.steps[3].max_batch == found.max_batch // 2
+
+
+def test_the_context_that_would_fit_is_offered_where_the_context_is_what_does_not():
+    found = work_out(ask(gib=24))
+    step = next(step for step in found.steps if step.kind == "context")
+    assert step.max_batch is not None
+    assert longest_context(found.ask, found.terms.kv_cache) < 131_072
+
+
+def test_an_engine_that_refuses_only_long_requests_starts_nevertheless():
+    assert work_out(ask(gib=24, engine="sglang", max_batch=4)).fits
+
+
+# ---- llama.cpp
+
+
+def test_layers_that_are_not_on_the_card_are_in_main_memory_and_marked():
+    whole = work_out(ask(engine="llamacpp", context_tokens=8192))
+    half = work_out(ask(engine="llamacpp", context_tokens=8192, gpu_layers=16))
+    none = work_out(ask(engine="llamacpp", context_tokens=8192, gpu_layers=0))
+    total = LLAMA.weight_bytes().total
+    embedding = LLAMA.weight_bytes().embedding
+    assert whole.terms.host_weights == embedding
+    assert half.terms.weights + half.terms.host_weights == pytest.approx(total, rel=1e-6)
+    assert none.terms.weights == 0
+    assert any("no tuning result" in note for note in half.notes)
+
+
+def test_experts_may_stay_in_main_memory():
+    model = sample("qwen3-30b-a3b")
+    on_card = work_out(ask(model, engine="llamacpp", context_tokens=8192))
+    off_card = work_out(ask(model, engine="llamacpp", context_tokens=8192, cpu_moe_layers=24))
+    moved = off_card.terms.host_weights - on_card.terms.host_weights
+    assert moved == pytest.approx(model.weight_bytes().experts / 2, rel=1e-3)
+    assert on_card.terms.weights - off_card.terms.weights == pytest.approx(moved, rel=1e-6)
+
+
+def test_other_engines_cannot_leave_layers_in_main_memory():
+    with pytest.raises(ConfigError, match="llamacpp can"):
+        ask(gpu_layers=3)
+
+
+# ---- caches that are not alike in all layers
+
+
+def test_a_window_holds_no_more_than_itself_and_a_step():
+    model = sample("gemma-3-27b")
+    short, long = (request_bytes(ask(model, token_budget=2048), tokens) for tokens in (65_536, 131_072))
+    full_layers = sum(1 for layer in model.layers if layer.mixer.window is None)
+    assert long - short == pytest.approx(65_536 * full_layers * 2 * 16 * 128 * 2, rel=0.01)
+
+
+def test_a_state_is_the_same_for_short_and_long_requests():
+    model = sample("qwen3-next-80b-a3b")
+    asked = ask(model)
+    growth = [request_bytes(asked, tokens) for tokens in (20_000, 40_000, 60_000)]
+    assert growth[2] - growth[1] == pytest.approx(growth[1] - growth[0], rel=0.05)
+    assert growth[0] - (growth[1] - growth[0]) > 0.5 * model.state_bytes()
+    assert any("no cost of a token" in note for note in work_out(asked).notes)
+
+
+def test_sglang_gives_states_their_share_of_the_pool():
+    model = sample("qwen3-next-80b-a3b")
+    asked = ask(model, engine="sglang")
+    assert pool_tokens(asked, 19 * GIB) == int(10 * GIB // model.kv_bytes_per_token())
+
+
+# ---- what a file asks for
+
+
+def test_a_file_becomes_what_is_asked():
+    settings = Settings(
+        path="x.yaml",
+        engine="vllm",
+        max_batch_size=96,
+        data_parallel_size=2,
+        tensor_parallel_size=4,
+        enable_expert_parallel=True,
+        kv_cache_dtype="fp8",
+        max_model_len=32_768,
+    )
+    found = ask_for(settings, HY3, card_bytes=H200.memory_bytes, cards=8)
+    assert (found.split, found.copies, found.cards) == (Split(4, 1, 8), 2, 8)
+    assert (found.max_batch, found.kv_bits, found.context) == (48, 8.0, 32_768)
+
+
+def test_llama_cpp_gives_each_card_its_layers_and_may_have_other_keys_than_values():
+    settings = Settings(path="x.yaml", engine="llamacpp", kv_cache_dtype_k="q8_0", kv_cache_dtype_v="q4_0")
+    found = ask_for(settings, LLAMA, card_bytes=24 * GIB, cards=2)
+    assert (found.split, found.kv_bits) == (Split(1, 2), 6.5)
+
+
+def test_more_cards_than_there_are_is_refused_with_the_line():
+    settings = Settings(path="x.yaml", lines={"tensor_parallel_size": 3}, tensor_parallel_size=8)
+    with pytest.raises(ConfigError, match=r"x\.yaml:3: 8 \(tensor\)"):
+        ask_for(settings, HY3, card_bytes=H200.memory_bytes, cards=4)
+
+
+def test_a_type_of_cache_that_is_not_known_is_refused():
+    with pytest.raises(ConfigError, match=r"x\.yaml:2: kv_cache_dtype 'fp7' is not known"):
+        kv_bits("fp7", "x.yaml:2")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine": "tgi"},
+        {"copies": 0},
+        {"utilization": 1.5},
+        {"utilization": 0.0},
+        {"kv_bits": 0.5},
+        {"context_tokens": 200_000},
+        {"mtp_layers": -1},
+    ],
+)
+def test_what_makes_no_sense_is_refused(options):
+    with pytest.raises(ConfigError):
+        ask(**options)
+
+
+# ---- public reports
+
+
+def yardstick():
+    spec = importlib.util.spec_from_file_location("budget_reports", ROOT / "benchmarks" / "budget.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+REPORTS = yardstick()
+JUDGED = {one.report["id"]: one for one in REPORTS.outcomes(held_out=False)}
+USUAL = [one for one in JUDGED.values() if not one.report["unusual"]]
+
+
+def test_tokens_from_the_bytes_of_the_cache_are_within_two_percent_of_the_public_reports():
+    errors = {one.report["id"]: abs(one.tokens_error) for one in USUAL if one.tokens_error is not None}
+    assert len(errors) >= 12
+    assert {name: error for name, error in errors.items() if error > 0.02} == {}
+    assert median(errors.values()) < 0.005
