@@ -90,6 +90,10 @@ RULES: Final[Mapping[str, FigureRule]] = {
 throughput: it is one figure of a whole level without a spread, and what moves it moves a speed per request too."""
 
 
+TTFT_FLOOR_SECONDS: Final = 0.005
+_FROM_TTFT: Final = ("ttft_seconds", "prefill_tokens_per_second")
+
+
 def rule_of(name: str) -> FigureRule | None:
     """The rule of a figure by its full name, `decode_tokens_per_second@8`; None for a name of no known figure."""
     return RULES.get(name.partition("@")[0])
@@ -138,6 +142,9 @@ class Comparison:
 def compare(before: Figures, after: Figures, *, allowed_ratio: float) -> list[Comparison]:
     """Hold `after` against `before`, for every known figure that both have.
 
+    Times to the first token that differ by less than `TTFT_FLOOR_SECONDS` are the same, and so are the prefill speeds
+    that follow from them: with short prompts that is what a connection and a scheduler take, not what a model does.
+
     Args:
         before: the baseline.
         after: the figures to judge.
@@ -149,7 +156,13 @@ def compare(before: Figures, after: Figures, *, allowed_ratio: float) -> list[Co
         if rule is None or new is None:
             continue
         change = (new.value - old.value) / abs(old.value) if old.value else None
-        found.append(Comparison(name, old, new, change, _judge(rule, old, new, allowed_ratio), rule.judged))
+        judgement = _judge(rule, old, new, allowed_ratio)
+        base, at, level = name.partition("@")
+        if base in _FROM_TTFT:
+            was, now = (figures.get(f"ttft_seconds{at}{level}") for figures in (before, after))
+            if was is not None and now is not None and abs(was.value - now.value) <= TTFT_FLOOR_SECONDS:
+                judgement = Judgement.SAME
+        found.append(Comparison(name, old, new, change, judgement, rule.judged))
     return found
 
 

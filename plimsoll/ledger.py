@@ -45,6 +45,7 @@ __all__ = [
     "ledger_path",
     "new_id",
     "read_ledger",
+    "read_record",
     "regress",
     "run",
     "who_decides",
@@ -69,7 +70,10 @@ _TREND_RECORDS = 8
 _TREND_LIMIT = 500
 _DAY_SECONDS = 86_400
 _LONGEST_TEXT = 2000
-_MUST_AGREE = ("quantization", "dtype", "kv_cache_dtype", "weight_bits", "mtp", "speculative_tokens", "cpu_offload")
+_MUST_AGREE = (
+    *("quantization", "dtype", "kv_cache_dtype", "kv_cache_dtype_k", "kv_cache_dtype_v"),
+    *("mtp_layers", "num_speculative_tokens"),
+)
 """Settings that make figures incomparable when they differ; the others are what tuning is about."""
 
 
@@ -174,9 +178,11 @@ class Record:
 
         A trial of a sweep was on its way to the next one, so its figures are nobody's normal state.
         """
+        trial = self.kind in ("sweep", "ladder") and self.conclusion in (Conclusion.MEASURED, Conclusion.REFUSED)
+        if trial:
+            return None
         if self.conclusion in (Conclusion.KEPT, Conclusion.MEASURED):
-            trial = self.conclusion == Conclusion.MEASURED and self.kind in ("sweep", "ladder")
-            return None if trial or not self.after else (self.settings, self.after)
+            return (self.settings, self.after) if self.after else None
         if not self.before:
             return None
         settings = dict(self.settings) | {change.key: change.before for change in self.changes}
@@ -305,6 +311,11 @@ def _read_line(line: bytes, place: int) -> Record | None:
         document = json.loads(line)
     except (ValueError, RecursionError):
         return None
+    return read_record(document, place)
+
+
+def read_record(document: Any, place: int = 0) -> Record | None:
+    """A record from the JSON that `Record.document` gives; None when it is none. `place` is its line."""
     if not isinstance(document, dict) or not str(document.get("schema", "")).startswith("plimsoll.ledger/"):
         return None
     name, t_ns = document.get("id"), document.get("t_ns")

@@ -395,6 +395,16 @@ def test_each_figure_knows_which_way_is_worse(name, before, after, judgement):
     assert found[0].judged is not name.startswith("gpu_memory")
 
 
+def test_a_few_milliseconds_to_the_first_token_are_no_difference_nor_is_the_prefill_speed_from_them():
+    def state(ttft):
+        return {"ttft_seconds@1": fig(ttft), "prefill_tokens_per_second@1": fig(100 / ttft)}
+
+    quick = compare(state(0.006), state(0.009), allowed_ratio=0.1)
+    slow = compare(state(0.06), state(0.09), allowed_ratio=0.1)
+    assert {item.judgement for item in quick} == {Judgement.SAME}
+    assert {item.judgement for item in slow} == {Judgement.WORSE}
+
+
 def test_figures_that_one_side_lacks_are_not_compared():
     assert compare({"ttft_seconds@1": fig(1)}, {"ttft_seconds@8": fig(1)}, allowed_ratio=0.1) == []
     assert compare({"unheard_of": fig(1)}, {"unheard_of": fig(2)}, allowed_ratio=0.1) == []

@@ -1,0 +1,647 @@
+"""The world in which an experiment happens: a settings file, a restart command, a server behind a URL, a ledger.
+
+`plimsoll.trial` says which step comes next and `plimsoll.experiment` drives it; here each step is performed.
+"""
+
+import contextlib
+import hashlib
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from monitor.http import BaseUrl, converse, open_session, parse_url
+from monitor.process import host_memory
+from monitor.sampler import Tick
+from plimsoll.figures import Comparison, Figures, Judgement, compare
+from plimsoll.ledger import Change, Conclusion, Record, append, ledger_path, new_id, read_ledger, read_record
+from plimsoll.measurement import Answer, Load, Measurement, Meter, Proof, compare_answers, open_meter
+from plimsoll.report import figure
+from plimsoll.restarting import LogMark, look, redact, run_restart, wait_until_new
+from plimsoll.trial import QUALITY_KEYS, Outcome, Seen, State, Step, TrialResult, Verdict
+from serving.clock import NS, Clock, SystemClock
+from serving.engines import TargetFacts
+from serving.errors import RecordError, TargetError
+from serving.settings import (
+    SPLIT_KEYS,
+    Scalar,
+    Settings,
+    backup,
+    edit_settings,
+    engine_arguments,
+    read_settings,
+    restore,
+    stale_warning,
+    stored_settings,
+)
+from serving.smoke import smoke
+from serving.startup import FieldCheck, StartupFacts
+from serving.startup import Outcome as FieldOutcome
+from serving.startup import compare as compare_start
+
+__all__ = ["MOST_CONCURRENCY", "Plan", "RealWorld", "settings_hash"]
+
+_KV_SLACK_RATIO: Final = 0.05
+_SETTLE_SECONDS: Final = 60.0
+_SWAP_BYTES: Final = 64 * 2**20
+"""Growth of swap below this is the host's own housekeeping."""
+_DEFAULT_CONCURRENCY: Final = 8
+MOST_CONCURRENCY: Final = 16
+"""Requests at once of the second level where nobody states them: enough to see a batch, few enough to be quick."""
+_OFFLOAD_KEYS: Final = ("cpu_offload_gb", "cpu_moe_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What does not change during an experiment; the journal's first line.
+
+    Attributes:
+        id: of the experiment and its last record.
+        kind: `set`, `sweep` or `ladder`.
+        settings: the file.
+        url: where the server is.
+        restart: the command.
+        log: the server's log.
+        by: who decides.
+        model: the name to ask for.
+        gpu: as of `monitor.gpu.gpu_reader`.
+        limit_seconds: for the restart command, and again for the server to be ready.
+        load: the fixed load as asked; a concurrency of 0 is worked out from the batch limits.
+        allowed_ratio: how much worse a judged figure may be.
+        drift_limit: share of answers that may be lost to drift above the server's own; None accepts any.
+        slo_ttft_seconds: limit of the median TTFT at the stated concurrency.
+        slo_tpot_seconds: limit of the median time per token there.
+        reuse_baseline: take the baseline from the ledger where the same settings and load are in it.
+        warnings: what every record of it has to say.
+    """
+
+    id: str
+    kind: str
+    settings: str
+    url: str
+    restart: str
+    log: str
+    by: str
+    model: str | None = None
+    gpu: str = "auto"
+    limit_seconds: float = 600.0
+    load: Mapping[str, int] = field(default_factory=lambda: Load(concurrency=0).document())
+    allowed_ratio: float = 0.1
+    drift_limit: float | None = 0.0
+    slo_ttft_seconds: float | None = None
+    slo_tpot_seconds: float | None = None
+    reuse_baseline: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+def settings_hash(settings: Settings) -> str:
+    """Tells settings apart by what they say, whatever their comments, order and spelling."""
+    said = json.dumps(settings.values(), sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What one trial gave, for its record."""
+
+    settings: Settings | None = None
+    startup: dict[str, Any] = field(default_factory=dict)
+    figures: Figures = field(default_factory=dict)
+    comparisons: tuple[Comparison, ...] = ()
+    detail: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+class RealWorld:
+    """Settings on this disk, a server behind a URL, a restart command, a ledger.
+
+    Args:
+        plan: what is asked.
+        say: tells people.
+        planned: the changes that may be tried: the load is chosen to fit all of them.
+        notes: what a killed experiment had written down, when this one goes on from there.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        say: Callable[[str], None],
+        *,
+        planned: Sequence[Mapping[str, Scalar]] = (),
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.path = Path(plan.settings)
+        self.ledger = ledger_path(self.path)
+        self.base: BaseUrl = parse_url(plan.url)
+        self.record: Record | None = None
+        """The last record, once it was made."""
+        self.backup_path: str | None = None
+        self.serving = False
+        """Whether a server was seen to serve at the end."""
+        self._say = say
+        self._clock: Clock = SystemClock()
+        self._stack = contextlib.AsyncExitStack()
+        self._meter: Meter | None = None
+        self._log = LogMark.now(Path(plan.log))
+        self._engine: str | None = (notes or {}).get("target", {}).get("engine")
+        self._before: Tick | None = None
+        self._swap_before: float | None = None
+        self._load: Load | None = None
+        self._answers: tuple[Answer, ...] | None = None
+        self._noise_ratio = 0.0
+        self._trials: dict[str, _Trial] = {}
+        self._trial = _Trial()
+        self._planned: Sequence[Mapping[str, Scalar]] = planned
+        self._warnings = list(plan.warnings)
+        left = dict(notes or {})
+        self._left = None if "record" not in left else read_record(left["record"])
+        """What a killed experiment had written of its record."""
+        self._old_figures: Figures = {} if self._left is None else self._left.before
+        self._old: dict[str, Any] = {
+            "hash": left.get("hash"),
+            "values": left.get("values", {}),
+            "target": left.get("target", {}),
+            "split": left.get("split", {}),
+            "load": left.get("load", {}),
+            "idle_kv_ratio": left.get("idle_kv_ratio"),
+            "equal": left.get("equal", []),
+        }
+
+    def notes(self) -> Mapping[str, Any]:
+        """What recovery needs besides the plan: how the old server was, and the record as far as it is known."""
+        return {**self._old, "record": self._draft().document()}
+
+    async def close(self) -> None:
+        """Let go of the server."""
+        self._meter = None
+        await self._stack.aclose()
+
+    async def perform(self, state: State) -> Seen:
+        """Perform the state's step."""
+        steps: dict[Step, Callable[[State], Any]] = {
+            Step.BASELINE: self._baseline,
+            Step.BACKUP: self._backup,
+            Step.EDIT: self._edit,
+            Step.RESTART: self._restart,
+            Step.WAIT: self._wait,
+            Step.CHECK: self._check,
+            Step.LIMITS: self._limits,
+            Step.MEASURE: self._measure,
+            Step.QUALITY: self._quality,
+            Step.KEEP: self._keep,
+            Step.RESTORE: self._restore,
+            Step.RESTART_BACK: self._restart,
+            Step.WAIT_BACK: self._wait,
+            Step.CHECK_BACK: self._check_back,
+            Step.SMOKE_BACK: self._smoke_back,
+            Step.SETTLE_BACK: self._settle_back,
+            Step.RECORD: self._record_end,
+        }
+        seen: Seen = await steps[state.step](state)
+        return seen
+
+    # ---- before
+
+    async def _baseline(self, state: State) -> Seen:
+        del state
+        settings = read_settings(self.path)
+        self._old |= {
+            "hash": settings_hash(settings),
+            "values": settings.values(),
+            "split": {key: value for key, value in settings.values().items() if key in SPLIT_KEYS},
+        }
+        try:
+            meter = await self._open_meter()
+        except TargetError as error:
+            return Seen(Verdict.FAILED, redact(str(error)))
+        self._old["target"] = _target_document(meter.facts, self.base)
+        self._engine = meter.facts.engine
+        self._old["idle_kv_ratio"] = await meter.idle_kv_ratio()
+        checks = compare_start(settings, self._whole_log_facts(), meter.facts)
+        self._old["equal"] = [check.key for check in checks if check.outcome is FieldOutcome.EQUAL]
+        load = self._fix_load(settings, meter.facts)
+        known = self._known_baseline(load) if self.plan.reuse_baseline else None
+        if known is not None:
+            self._old_figures = known
+        else:
+            measured = await meter.measure(load)
+            problem = _measured_badly(measured)
+            if problem is not None:
+                return problem
+            self._old_figures = measured.figures
+            self._warnings += measured.warnings
+        return Seen()
+
+    def _whole_log_facts(self) -> StartupFacts:
+        return LogMark(Path(self.plan.log), None, 0, "").facts(self._engine)
+
+    def _known_baseline(self, load: Load) -> Figures | None:
+        """Figures of the latest record of the same settings and load, None when there is none."""
+        for record in reversed(read_ledger(self.ledger).records):
+            known = record.measured_hash()
+            same = record.load == load.document() and record.target.get("model") == self._old["target"].get("model")
+            if known is not None and known[0] == self._old["hash"] and same:
+                self._say(f"baseline taken from record {record.id}")
+                self._warnings.append(f"the baseline is that of record {record.id}")
+                return known[1]
+        return None
+
+    def _fix_load(self, settings: Settings, facts: TargetFacts) -> Load:
+        """The load of the whole experiment: what fits before and after, at a concurrency that both can run."""
+        if self._load is not None:
+            return self._load
+        asked = Load(**self.plan.load)
+        limits = [limit for limit in (settings.max_batch_size, facts.max_running_requests) if limit]
+        context = facts.context_tokens or settings.max_model_len
+        for change in self._planned:
+            batch, length = change.get("max_batch_size"), change.get("max_model_len")
+            limits += [batch] if isinstance(batch, int) else []
+            context = min(context or length, length) if isinstance(length, int) else context
+        concurrency = asked.concurrency or min([MOST_CONCURRENCY, *limits] if limits else [_DEFAULT_CONCURRENCY])
+        self._load = replace(asked, concurrency=concurrency).fitted(context)
+        self._old["load"] = self._load.document()
+        return self._load
+
+    async def _ask_before(self) -> None:
+        """The quality probe's answers before the change, twice: how far the server's own drift from run to run."""
+        if self._meter is None:
+            return
+        first, second = await self._meter.ask_quality(), await self._meter.ask_quality()
+        self._answers = second
+        self._noise_ratio = 1.0 - compare_answers(first, second).agreement_ratio
+
+    async def _backup(self, state: State) -> Seen:
+        del state
+        if any(key in QUALITY_KEYS for change in self._planned for key in change):
+            await self._ask_before()
+        stored = backup(self.path, reason=f"before experiment {self.plan.id}")
+        self.backup_path = stored.path
+        return Seen(backup=stored.version)
+
+    # ---- a trial
+
+    async def _edit(self, state: State) -> Seen:
+        self._trial = self._trials.setdefault(state.label, _Trial())
+        if state.results and state.backup is not None:
+            restore(self.path, state.backup, reason=f"between trials of experiment {self.plan.id}")
+        settings = edit_settings(self.path, dict(state.changes))
+        self._trial.settings = settings
+        stale = stale_warning(settings)
+        if stale is not None:
+            self._trial.warnings.append(stale)
+        return Seen()
+
+    async def _restart(self, state: State) -> Seen:
+        del state
+        await self._close_meter()
+        settings = read_settings(self.path)
+        engine = self._engine or settings.engine
+        environment = {"PLIMSOLL_SETTINGS": str(self.path.absolute())}
+        if engine is not None:
+            environment["PLIMSOLL_ENGINE_ARGS"] = shlex.join(engine_arguments(settings, engine).words)
+        async with open_session() as session:
+            tick = None if engine is None else await look(session, self.base, self._clock, engine)
+        self._before = tick if tick is not None and tick.up else None
+        self._log = LogMark.now(Path(self.plan.log))
+        self._swap_before = host_memory().get("host_swap_used_bytes") if self.base.is_loopback else None
+        problem = await run_restart(self.plan.restart, environment, self.plan.limit_seconds)
+        return Seen() if problem is None else Seen(Verdict.FAILED, problem)
+
+    async def _wait(self, state: State) -> Seen:
+        del state
+        async with open_session() as session:
+            found = await wait_until_new(
+                session,
+                self.base,
+                self._clock,
+                model=self.plan.model,
+                before=self._before,
+                log=self._log,
+                engine=self._engine,
+                limit_seconds=self.plan.limit_seconds,
+            )
+        if isinstance(found, str):
+            return Seen(Verdict.FAILED, found)
+        self._engine = found.engine
+        try:
+            await self._open_meter()
+        except TargetError as error:
+            return Seen(Verdict.FAILED, redact(str(error)))
+        self.serving = True
+        return Seen()
+
+    async def _check(self, state: State) -> Seen:
+        meter, settings = self._need_meter(), read_settings(self.path)
+        facts = self._log.facts(meter.facts.engine)
+        checks = compare_start(settings, facts, meter.facts)
+        self._trial.startup = _startup_document(facts, checks)
+        wrong = self._wrong(checks, set(state.changes))
+        if wrong:
+            return Seen(Verdict.FAILED, wrong)
+        unseen = [c.key for c in checks if c.key in state.changes and c.outcome is FieldOutcome.ABSENT]
+        if unseen:
+            self._trial.warnings.append(f"neither log nor server says whether {', '.join(unseen)} is in effect")
+        died = self._log.death(meter.facts.engine)
+        if died is not None:
+            return Seen(Verdict.FAILED, died)
+        needed = self._offload(settings, facts)
+        if needed is not None:
+            self._trial.detail["no_tuning_result"] = needed
+            self._trial.warnings.append(f"no tuning result: {needed}")
+            if self.plan.kind == "ladder":
+                return Seen(Verdict.FAILED, f"no tuning result: {needed}")
+        return Seen()
+
+    def _wrong(self, checks: Sequence[FieldCheck], changed: set[str]) -> str:
+        """Fields that are not what the file says, among those changed and those that were right before."""
+        bad = (FieldOutcome.DIFFERS, FieldOutcome.CLAMPED)
+        return "; ".join(
+            f"{check.key} is {check.actual}, not {check.expected}"
+            + (f" ({check.outcome.value}: {redact(check.text)})" if check.text else "")
+            for check in checks
+            if check.outcome in bad and (check.key in changed or check.key in self._old["equal"])
+        )
+
+    def _offload(self, settings: Settings, facts: StartupFacts) -> str | None:
+        """How it shows that the start needed swap or main memory in place of the card's; None when it does not."""
+        said = [key for key in _OFFLOAD_KEYS if settings.values().get(key) not in (None, 0, 0.0)]
+        if said:
+            return f"{', '.join(said)} put part of the model into main memory"
+        if facts.layers and facts.offloaded_layers and facts.offloaded_layers < facts.layers:
+            return f"only {facts.offloaded_layers} of {facts.layers} layers are on the card"
+        swapped = host_memory().get("host_swap_used_bytes") if self._swap_before is not None else None
+        if swapped is not None and self._swap_before is not None and swapped - self._swap_before > _SWAP_BYTES:
+            return f"the start moved {(swapped - self._swap_before) / 2**20:.0f} MiB of this host to swap"
+        return None
+
+    async def _limits(self, state: State) -> Seen:
+        del state
+        meter, settings = self._need_meter(), read_settings(self.path)
+        load = self._fix_load(settings, meter.facts)
+        proofs: list[Proof] = []
+        near = await meter.near_limit()
+        if near is None:
+            self._trial.warnings.append("the context length is not known, so no request near it was sent")
+        else:
+            proofs.append(near)
+        limit = settings.max_batch_size or meter.facts.max_running_requests
+        if limit is None:
+            self._trial.warnings.append("the batch limit is not known; the burst was of the load's concurrency")
+        if all(proof.passed for proof in proofs):
+            proofs.append(await meter.burst(limit or load.concurrency, load))
+        self._trial.detail["limits"] = [asdict(proof) for proof in proofs]
+        failed = next((proof for proof in proofs if not proof.passed), None)
+        if failed is None:
+            return Seen()
+        cause = self._log.death(meter.facts.engine)
+        return Seen(Verdict.FAILED, redact(failed.say()) + (f"; {cause}" if cause else ""))
+
+    async def _measure(self, state: State) -> Seen:
+        del state
+        meter = self._need_meter()
+        load = self._fix_load(read_settings(self.path), meter.facts)
+        measured = await meter.measure(load)
+        trial = self._trial
+        trial.figures = measured.figures
+        trial.warnings += measured.warnings
+        if measured.swap_bytes is not None and measured.swap_bytes > _SWAP_BYTES:
+            needed = f"{measured.swap_bytes / 2**20:.0f} MiB went to swap under load"
+            trial.detail["no_tuning_result"] = needed
+            trial.warnings.append(f"no tuning result: {needed}")
+        trial.comparisons = tuple(compare(self._old_figures, measured.figures, allowed_ratio=self.plan.allowed_ratio))
+        score = measured.figures.get(f"output_tokens_per_second@{load.concurrency}")
+        problem = _measured_badly(measured) or self._judge(trial, load)
+        if problem is not None:
+            cause = self._log.death(meter.facts.engine) if measured.died else None
+            return replace(problem, reason=problem.reason + (f"; {cause}" if cause else ""))
+        return Seen(score=None if score is None else score.value)
+
+    def _judge(self, trial: _Trial, load: Load) -> Seen | None:
+        """What speaks against the figures of a trial."""
+        failures = trial.figures.get("failures")
+        before = self._old_figures.get("failures")
+        if failures is not None and failures.value > (0 if before is None else before.value):
+            return Seen(Verdict.FAILED, f"{failures.value:g} of {failures.samples} requests failed")
+        missed = self._missed_slo(trial.figures, load.concurrency)
+        if missed is not None:
+            return Seen(Verdict.WORSE, missed)
+        if self.plan.kind != "set":
+            return None
+        worse = [item for item in trial.comparisons if item.judged and item.judgement is Judgement.WORSE]
+        if worse:
+            told = "; ".join(
+                f"{item.name} {figure(item.before.value)} -> {figure(item.after.value)}"
+                + (f" ({item.change_ratio:+.0%})" if item.change_ratio is not None else "")
+                for item in worse
+            )
+            return Seen(Verdict.WORSE, f"{told}; allowed are {self.plan.allowed_ratio:.0%}")
+        if not any(item.judged and not item.name.startswith("failures") for item in trial.comparisons):
+            return Seen(Verdict.INCONCLUSIVE, "no figure was measured both before and after")
+        return None
+
+    def _missed_slo(self, figures: Figures, concurrency: int) -> str | None:
+        ttft, decode = (figures.get(f"{n}@{concurrency}") for n in ("ttft_seconds", "decode_tokens_per_second"))
+        limit = self.plan.slo_ttft_seconds
+        if limit is not None and (ttft is None or ttft.value > limit):
+            return f"TTFT at {concurrency} is {figure(ttft.value if ttft else None)} s, above {limit:g} s"
+        limit = self.plan.slo_tpot_seconds
+        if limit is not None and (decode is None or 1 / decode.value > limit):
+            told = figure(None if decode is None else 1 / decode.value)
+            return f"time per token at {concurrency} is {told} s, above {limit:g} s"
+        return None
+
+    async def _quality(self, state: State) -> Seen:
+        del state
+        after = await self._need_meter().ask_quality()
+        limit = self.plan.drift_limit
+        if self._answers is None:
+            self._trial.warnings.append("answers before the change are not known, so drift cannot be told")
+            if limit is None:
+                return Seen(score=None)
+            return Seen(
+                Verdict.INCONCLUSIVE, "drift cannot be told without answers from before; --accept-drift keeps it"
+            )
+        drift = compare_answers(self._answers, after)
+        lost = max(0.0, 1.0 - drift.agreement_ratio - self._noise_ratio)
+        self._trial.detail["quality"] = {**drift.document(), "own_drift_ratio": self._noise_ratio, "lost_ratio": lost}
+        self._trial.warnings.append(f"quality probe: {drift.say()}")
+        self._say(drift.say())
+        if limit is None:
+            return Seen()
+        if self._noise_ratio > 0.5:
+            told = f"{self._noise_ratio:.0%} of the server's own greedy answers differ from run to run"
+            return Seen(Verdict.INCONCLUSIVE, f"{told}: drift cannot be told; --accept-drift keeps it")
+        if lost > limit:
+            return Seen(Verdict.WORSE, f"{drift.say()}; --accept-drift or --drift-limit {lost:.2g} would keep it")
+        return Seen()
+
+    def on_result(self, result: TrialResult) -> None:
+        """Put a trial of a sweep or ladder into the ledger; that of one change is in the last record."""
+        if self.plan.kind == "set":
+            return
+        trial = self._trials[result.label]
+        conclusion = Conclusion.MEASURED if result.verdict is Verdict.OK else Conclusion.REFUSED
+        t_ns = self._clock.now_ns()
+        record = self._make(trial, result.changes, conclusion, result.reason or "measured", new_id(t_ns))
+        try:
+            append(self.ledger, replace(record, before={}))
+        except RecordError as error:  # the trial was worth its time all the same
+            self._say(f"a trial is not in the ledger: {error}")
+            self._warnings.append(f"a trial is not in the ledger: {error}")
+
+    # ---- the end
+
+    async def _keep(self, state: State) -> Seen:
+        return self._record_as(Conclusion.KEPT, state.reason, self.plan.id)
+
+    async def _restore(self, state: State) -> Seen:
+        await self._close_meter()
+        self.serving = False
+        if state.backup is None:
+            return Seen(Verdict.FAILED, "no backup was made")
+        stored = restore(self.path, state.backup, reason=f"experiment {self.plan.id}: {state.label}")
+        self.backup_path = stored.path
+        return Seen()
+
+    async def _check_back(self, state: State) -> Seen:
+        meter = self._need_meter()
+        settings = read_settings(self.path)
+        if state.backup is not None and settings.values() != stored_settings(self.path, state.backup).values():
+            return Seen(Verdict.FAILED, "the settings file is not what was backed up")
+        wrong = self._wrong(compare_start(settings, self._log.facts(meter.facts.engine), meter.facts), set())
+        return Seen(Verdict.FAILED, f"the old fields are not back: {wrong}") if wrong else Seen()
+
+    async def _smoke_back(self, state: State) -> Seen:
+        del state
+        meter = self._need_meter()
+        async with open_session() as session:
+            answer = await converse(session, self.base.text, smoke(meter.facts.model))
+        return Seen() if answer.generated else Seen(Verdict.FAILED, f"it does not generate: {answer.reason}")
+
+    async def _settle_back(self, state: State) -> Seen:
+        """Wait until the KV cache is used as little as it was when idle before."""
+        del state
+        usual = self._old["idle_kv_ratio"]
+        meter = self._need_meter()
+        if usual is None:
+            return Seen()
+        until_ns = self._clock.now_ns() + round(_SETTLE_SECONDS * NS)
+        while True:
+            now = await meter.idle_kv_ratio()
+            if now is None or now <= usual + _KV_SLACK_RATIO:
+                return Seen()
+            if self._clock.now_ns() >= until_ns:
+                return Seen(Verdict.FAILED, f"KV cache use stays at {now:.0%}; it was {usual:.0%} before")
+            await self._clock.sleep(0.5)
+
+    async def _record_end(self, state: State) -> Seen:
+        reason = "; ".join(part for part in (state.reason, state.trouble) if part)
+        if state.outcome is not Outcome.LOST:
+            return self._record_as(Conclusion.ROLLED_BACK, reason, self.plan.id)
+        # A name of its own: once it is recovered, the experiment has another end.
+        reason = f"the server did not come back: {reason}"
+        return self._record_as(Conclusion.ROLLED_BACK, reason, new_id(self._clock.now_ns()))
+
+    def _record_as(self, conclusion: Conclusion, reason: str, name: str) -> Seen:
+        """Append the experiment's record, unless it got so far before it was killed."""
+        record = replace(self._draft(), id=name, t_ns=self._clock.now_ns(), conclusion=conclusion, reason=reason)
+        if conclusion is Conclusion.ROLLED_BACK and self.plan.kind != "set":
+            # Its trials have records of their own; of the whole there is only that all is as it was.
+            old = self._old
+            record = replace(
+                record, changes=(), after={}, startup={}, settings=old["values"], hash_after=old["hash"], detail={}
+            )
+        self.record = record
+        if all(known.id != name for known in read_ledger(self.ledger).records):
+            append(self.ledger, record)
+        return Seen()
+
+    # ---- records
+
+    def _draft(self) -> Record:
+        """The record as far as it is known."""
+        if self._left is not None and not self._trials:
+            return self._left
+        now = {} if self._trial.settings is None else self._trial.settings.values()
+        changes = {key: value for key, value in now.items() if self._old["values"].get(key) != value}
+        return self._make(self._trial, changes, Conclusion.ROLLED_BACK, "cut off", self.plan.id)
+
+    def _make(
+        self, trial: _Trial, changes: Mapping[str, Scalar], conclusion: Conclusion, reason: str, name: str
+    ) -> Record:
+        settings = trial.settings
+        return Record(
+            id=name,
+            t_ns=self._clock.now_ns(),
+            kind=self.plan.kind,
+            conclusion=conclusion,
+            reason=reason,
+            by=self.plan.by,
+            rule=self._rule(),
+            changes=tuple(Change(key, self._old["values"].get(key), value) for key, value in changes.items()),
+            settings=self._old["values"] if settings is None else settings.values(),
+            hash_before=self._old["hash"],
+            hash_after=self._old["hash"] if settings is None else settings_hash(settings),
+            target=self._old["target"],
+            split=self._old["split"],
+            load=self._old["load"],
+            startup=trial.startup,
+            before=self._old_figures,
+            after=trial.figures,
+            warnings=tuple(dict.fromkeys([*self._warnings, *trial.warnings])),
+            detail=trial.detail,
+        )
+
+    def _rule(self) -> str:
+        return (
+            "kept when the start is as the file says, the limits hold, no request fails and no judged figure is worse "
+            f"by more than {self.plan.allowed_ratio:.0%} with its rounds apart"
+            if self.plan.kind == "set"
+            else "kept when the start is as the file says, the limits hold and no request fails"
+        )
+
+    # ---- within
+
+    async def _open_meter(self) -> Meter:
+        await self._close_meter()
+        self._stack = contextlib.AsyncExitStack()
+        self._meter = await self._stack.enter_async_context(
+            open_meter(self.plan.url, model=self.plan.model, gpu=self.plan.gpu)
+        )
+        return self._meter
+
+    async def _close_meter(self) -> None:
+        self._meter = None
+        await self._stack.aclose()
+
+    def _need_meter(self) -> Meter:
+        if self._meter is None:
+            raise TargetError("the server was not found")
+        return self._meter
+
+
+def _target_document(facts: TargetFacts, base: BaseUrl) -> dict[str, Any]:
+    return {"url": base.text, "engine": facts.engine, "version": facts.version, "model": facts.model}
+
+
+def _startup_document(facts: StartupFacts, checks: Sequence[FieldCheck]) -> dict[str, Any]:
+    """What the start took, by canonical key, with the clamps it made."""
+    found: dict[str, Any] = {key: fact.value for key, fact in facts.settings.items()}
+    found |= {check.key: check.actual for check in checks if check.actual is not None}
+    if facts.max_concurrency is not None:
+        found["max_concurrency"] = facts.max_concurrency
+    clamped = [check.key for check in checks if check.outcome is FieldOutcome.CLAMPED]
+    return found | ({"clamped": clamped} if clamped else {})
+
+
+def _measured_badly(measured: Measurement) -> Seen | None:
+    """Why a measurement says nothing, or that the server did not survive it."""
+    if measured.died is not None:
+        return Seen(Verdict.FAILED, measured.died)
+    if measured.invalid:
+        told = "; ".join(measured.invalid)
+        return Seen(Verdict.INCONCLUSIVE, redact(told + (f" ({measured.first_error})" if measured.first_error else "")))
+    return None

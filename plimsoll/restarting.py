@@ -1,0 +1,254 @@
+"""Restarting a server by a command of the user's, and knowing when the new one serves.
+
+That something answers proves nothing: it may be the old server that has not gone yet. A server is new when another
+process listens, when the server says so itself, when the port was seen closed in between, or when the log has a start
+in the part that was written since.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import aiohttp
+
+from monitor.http import API_KEY_VARIABLE, BaseUrl, converse
+from monitor.process import ServerProcesses
+from monitor.sampler import Sampler, Tick, find_restart, target_reader
+from serving.clock import NS, Clock
+from serving.diagnosis import State as LogState
+from serving.diagnosis import diagnose
+from serving.engines import ENGINES, TargetFacts, probe
+from serving.errors import ConfigError, TargetError
+from serving.smoke import smoke
+from serving.startup import StartupFacts, read_startup
+
+__all__ = ["LogMark", "look", "redact", "run_restart", "wait_until_new"]
+
+_TAIL_BYTES: Final = 4096
+_POLL_SECONDS: Final = 0.5
+_DEATH_SECONDS: Final = 3.0
+"""A log that says that the server died, and has not grown for so long since, is believed before the time is up."""
+_KILL_SECONDS: Final = 5.0
+_REASON_LENGTH: Final = 300
+
+
+def redact(text: str) -> str:
+    """The text without the API key, should a command or server repeat it."""
+    key = os.environ.get(API_KEY_VARIABLE, "").strip()
+    return text.replace(key, "***") if key else text
+
+
+# ---- the log
+
+
+@dataclass(frozen=True, slots=True)
+class LogMark:
+    """The end of a log at a moment; what comes later is new, also when the file was begun anew since.
+
+    Attributes:
+        path: the log.
+        inode: of the file; None when there was none.
+        size_bytes: its length then.
+        tail: hash of its last bytes then, so that a file that was overwritten and has grown past its old length shows.
+    """
+
+    path: Path
+    inode: int | None
+    size_bytes: int
+    tail: str
+
+    @classmethod
+    def now(cls, path: Path) -> "LogMark":
+        """The end of a log as of now.
+
+        Raises:
+            ConfigError: it is there and cannot be read.
+        """
+        try:
+            with path.open("rb") as log:
+                status = os.fstat(log.fileno())
+                return cls(path, status.st_ino, status.st_size, _tail(log, status.st_size))
+        except FileNotFoundError:
+            return cls(path, None, 0, "")
+        except OSError as error:
+            raise ConfigError(f"--log {path}: cannot be read: {error.strerror or error}") from error
+
+    @contextlib.contextmanager
+    def open_new(self) -> Iterator[BinaryIO]:
+        """The log, placed where the new part begins."""
+        with self.path.open("rb") as log:
+            status = os.fstat(log.fileno())
+            same = (
+                self.inode == status.st_ino
+                and status.st_size >= self.size_bytes
+                and _tail(log, self.size_bytes) == self.tail
+            )
+            log.seek(self.size_bytes if same else 0)
+            yield log
+
+    def facts(self, engine: str | None) -> StartupFacts:
+        """What the new part says of the last start in it; nothing while there is no log."""
+        try:
+            with self.open_new() as log:
+                return read_startup(log, None if engine is None else ENGINES[engine])
+        except OSError:  # not there yet, or no more
+            return StartupFacts()
+
+    def death(self, engine: str | None) -> str | None:
+        """Why the server in the new part is dead, in a sentence; None when it is not, or nothing tells."""
+        try:
+            with self.open_new() as log:
+                found = diagnose(log, engine=engine)
+        except (OSError, ConfigError):
+            return None
+        if found.diagnosis is None:
+            return None
+        cause = redact(f"{found.diagnosis.title}: {found.diagnosis.cause}")
+        return cause if found.state is LogState.DEAD else None
+
+
+def _tail(log: BinaryIO, size: int) -> str:
+    start = max(0, size - _TAIL_BYTES)
+    log.seek(start)
+    return hashlib.sha256(log.read(size - start)).hexdigest()
+
+
+# ---- the command
+
+
+async def run_restart(command: str, environment: Mapping[str, str], limit_seconds: float) -> str | None:
+    """Run a shell command in a process group of its own, and wait until it has ended.
+
+    A server that it leaves in the background is not waited for. When the time is up, or the wait is cancelled, the
+    whole group is ended.
+
+    Args:
+        command: for `/bin/sh -c`.
+        environment: variables on top of this process's own.
+        limit_seconds: time limit.
+
+    Returns:
+        What went wrong, None when it ended with code 0.
+    """
+    # A file and not a pipe: a server in the background holds a pipe open, and its end never comes.
+    with tempfile.TemporaryFile() as output:
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *("/bin/sh", "-c", command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"the restart command cannot be run: {error.strerror or error}"
+        try:
+            async with asyncio.timeout(limit_seconds):
+                code = await child.wait()
+        except TimeoutError:
+            await _end_group(child)
+            return f"the restart command did not end within {limit_seconds:g} s{_last_line(output)}"
+        except BaseException:
+            await _end_group(child)
+            raise
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"the restart command {how}{_last_line(output)}" if code else None
+
+
+async def _end_group(child: asyncio.subprocess.Process) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_SECONDS):
+                await child.wait()
+                return
+
+
+def _last_line(output: BinaryIO) -> str:
+    output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL_BYTES))
+    lines = output.read().decode("utf-8", "replace").strip().splitlines()
+    return f": {redact(lines[-1].strip())[-_REASON_LENGTH:]}" if lines else ""
+
+
+# ---- the new server
+
+
+async def look(session: aiohttp.ClientSession, base: BaseUrl, clock: Clock, engine: str) -> Tick:
+    """One sample of a target, by which two starts of it can be told apart."""
+    # A view made anew: one that has looked before keeps to the processes that it knows for a while.
+    processes = ServerProcesses(base.port) if base.is_loopback else None
+    return await Sampler(clock, target_reader(session, base.text, ENGINES[engine]), processes=processes).read_once()
+
+
+async def wait_until_new(
+    session: aiohttp.ClientSession,
+    base: BaseUrl,
+    clock: Clock,
+    *,
+    model: str | None,
+    before: Tick | None,
+    log: LogMark,
+    engine: str | None,
+    limit_seconds: float,
+) -> TargetFacts | str:
+    """Wait until a server answers at `base` that is not the one before, and generates.
+
+    Args:
+        session: for its HTTP.
+        base: where.
+        clock: whose time passes.
+        model: the name to ask for; the server's first when None.
+        before: a sample of the server before the restart; None when none served.
+        log: end of the log before the restart.
+        engine: whose log it is; None finds out.
+        limit_seconds: how long to wait.
+
+    Returns:
+        What the new server says of itself, or why there is none.
+    """
+    until_ns = clock.now_ns() + round(limit_seconds * NS)
+    was_down = before is None
+    problem, quiet_since_ns, log_size = "nothing was seen of it", clock.now_ns(), -1
+    while True:
+        facts: TargetFacts | None = None
+        try:
+            facts = await converse(session, base.text, probe(model, where=base.text))
+        except TargetError as error:
+            problem = str(error)
+            was_down = was_down or "cannot be reached" in problem
+        if facts is not None:
+            tick = await look(session, base, clock, facts.engine)
+            if was_down or (before is not None and find_restart(before, tick)) or log.facts(facts.engine).starts:
+                answer = await converse(session, base.text, smoke(facts.model))
+                if answer.generated:
+                    return facts
+                problem = f"it answers but does not generate: {answer.reason}"
+            else:
+                problem = "the old server still answers, and neither its process nor the log shows a new start"
+        size = _size(log.path)
+        if size != log_size:
+            quiet_since_ns, log_size = clock.now_ns(), size
+        if facts is None and clock.now_ns() - quiet_since_ns >= _DEATH_SECONDS * NS:
+            cause = log.death(engine)
+            if cause is not None:
+                return f"the server died while it started: {cause}"
+        if clock.now_ns() >= until_ns:
+            cause = log.death(engine)
+            return f"not ready within {limit_seconds:g} s: " + (cause or redact(problem))
+        await clock.sleep(_POLL_SECONDS)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
