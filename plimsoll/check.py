@@ -3,7 +3,7 @@
 import argparse
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,16 +12,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from plimsoll.arguments import whole
 from plimsoll.report import clean
+from serving.budget import ask_for
+from serving.cards import find_card
 from serving.engines import ENGINES, TargetFacts
 from serving.errors import ConfigError
+from serving.model import read_model
 from serving.settings import Scalar, Settings, backup, edit_settings, read_settings, stale_warning
 from serving.startup import (
     FieldCheck,
     Outcome,
     PhaseMemory,
     StartupFacts,
+    as_started,
     compare,
+    compare_estimates,
     memory_by_phase,
     place_on_clock,
     read_startup,
@@ -45,6 +51,8 @@ _COLOURS: Final = {
 _WORDS: Final = {Outcome.ABSENT: "not in the log"}
 _NAMES: Final = frozenset({"model", "engine", "gpus"})
 """What `--write-actual` leaves alone: names are spelt in many ways, and another engine is another file."""
+_ANY_CARD_BYTES: Final = 80 * 2**30 + 1
+"""Stands for a card that is not known, where nothing that depends on it is looked at."""
 _MEMORY_SIGNALS: Final = (("gpu_memory_used_bytes", "gpu"), ("process_anonymous_memory_bytes", "role"))
 
 
@@ -56,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--url", metavar="URL", help="the running server, asked for its own limits")
     parser.add_argument("--engine", choices=tuple(ENGINES), help="whose log it is (default: found out from the log)")
+    parser.add_argument("--config", metavar="CONFIG.json", help="the model's configuration (default: the file's model)")
+    parser.add_argument("--gpu", metavar="NAME", help="the card, for the budget (default: the file's)")
+    parser.add_argument("--gpus", type=whole(1, 65_536), metavar="N", help="how many of them (default: the file's)")
     parser.add_argument(
         "--memory", type=Path, metavar="RUN.db", help="a history that was recorded during the start: memory by phase"
     )
@@ -85,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         "checks": [asdict(check) for check in checks],
         "startup": _startup(facts),
         "live": None if live is None else asdict(live),
-        "budget": compare_with_budget(settings, facts),
+        "budget": compare_with_budget(arguments, settings, facts),
         "memory": moved if arguments.memory is not None else None,
         "written": written,
         "warnings": _warnings(settings, facts),
@@ -97,12 +108,43 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def compare_with_budget(settings: Settings, facts: StartupFacts) -> dict[str, Any] | None:  # noqa: ARG001
-    """KV tokens and maximum concurrency of the log against the budget, with the error in percent.
-
-    Nothing yet: None until the budget is there to be compared with.
-    """
-    return None
+def compare_with_budget(arguments: argparse.Namespace, settings: Settings, facts: StartupFacts) -> dict[str, Any]:
+    """What the log reports of memory against the budget: `estimates`, or `problem`, why there is none."""
+    source = arguments.config or settings.model
+    if not facts.starts:
+        return {"estimates": [], "problem": "the log holds no start"}
+    if source is None:
+        return {"estimates": [], "problem": "no model in the file; give --config CONFIG.json"}
+    try:
+        model = read_model(source)
+    except ConfigError as error:
+        if arguments.config:
+            raise
+        return {"estimates": [], "problem": f"{error}; give --config CONFIG.json"}
+    started = as_started(settings, facts)
+    remembered = settings.derived_from
+    name = arguments.gpu or settings.gpu or remembered.get("gpu")
+    size, card_name = remembered.get("gpu_memory_gib"), ""
+    if name is not None:
+        card = find_card(str(name))
+        card_bytes, card_name = card.memory_bytes, card.name
+    elif isinstance(size, int | float):
+        card_bytes = round(size * 2**30)
+    else:
+        card_bytes = _ANY_CARD_BYTES
+    copies = started.data_parallel_size or 1
+    needed = (started.tensor_parallel_size or 1) * (started.pipeline_parallel_size or 1) * copies
+    cards = arguments.gpus or started.gpus or needed
+    try:
+        ask = ask_for(started, model, card_bytes=card_bytes, card_name=card_name, cards=max(cards, needed))
+        ask = replace(ask, release=facts.version)
+        estimates = compare_estimates(ask, facts, card_is_known=card_bytes != _ANY_CARD_BYTES)
+    except ConfigError as error:
+        return {"estimates": [], "problem": f"the budget does not know this start: {error}"}
+    problem = None
+    if card_bytes == _ANY_CARD_BYTES:
+        problem = "the card is not known, so its memory is not budgeted: give --gpu NAME, or gpu in the file"
+    return {"estimates": [{**asdict(one), "error_ratio": one.error_ratio} for one in estimates], "problem": problem}
 
 
 def _read_log(log: Path, engine: str | None, settings: Settings) -> StartupFacts:
@@ -235,8 +277,8 @@ def _startup(facts: StartupFacts) -> dict[str, Any]:
 
 def _render(document: dict[str, Any], checks: tuple[FieldCheck, ...], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title, whole in (("setting", True), ("file", False), ("server", False), ("", True), ("told by", False)):
-        table.add_column(title, no_wrap=whole, overflow="fold")
+    for title, unbroken in (("setting", True), ("file", False), ("server", False), ("", True), ("told by", False)):
+        table.add_column(title, no_wrap=unbroken, overflow="fold")
     for check in checks:
         table.add_row(
             check.key,
@@ -254,6 +296,8 @@ def _render(document: dict[str, Any], checks: tuple[FieldCheck, ...], console: C
             console.print(f"{check.key}: {escape(clean(told))}", highlight=False)
     for line in _memory_lines(document["startup"]):
         console.print(escape(clean(line)), highlight=False)
+    for line in _budget_lines(document["budget"]):
+        console.print(escape(clean(line)), highlight=False)
     for move in document["memory"] or ():
         if move["rise_bytes"] is not None:
             console.print(
@@ -268,6 +312,24 @@ def _render(document: dict[str, Any], checks: tuple[FieldCheck, ...], console: C
         console.print(f"written to {escape(document['settings'])} (backed up first): {escape(clean(changes))}")
     colour = {"pass": "green", "fail": "red", "inconclusive": "yellow"}[document["verdict"]]
     console.print(f"[{colour} bold]{document['verdict']}[/]  {escape(clean(document['reason']))}", highlight=False)
+
+
+def _budget_lines(budget: dict[str, Any]) -> list[str]:
+    lines = []
+    for one in budget["estimates"]:
+        from_what = "the card and settings" if one["given"] == "card" else "the log's KV bytes"
+        error = "" if one["error_ratio"] is None else f" ({one['error_ratio']:+.1%})"
+        lines.append(
+            f"budget: {one['figure'].removesuffix('_bytes').replace('_', ' ')} from {from_what}: "
+            f"{_figure(one['figure'], one['estimated'])}, the log says {_figure(one['figure'], one['logged'])}{error}"
+        )
+    return [*lines, *([f"budget: {budget['problem']}"] if budget["problem"] else [])]
+
+
+def _figure(figure: str, value: float) -> str:
+    if figure.endswith("_bytes"):
+        return f"{value / 2**30:.2f} GiB"
+    return f"{value:,.2f}" if figure == "max_concurrency" else f"{value:,.0f}"
 
 
 def _value(value: Scalar | None) -> str:

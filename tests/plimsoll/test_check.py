@@ -60,7 +60,8 @@ def test_a_field_that_differs_fails_with_the_line_that_tells(settings, capsys):
     assert (wrong["expected"], wrong["expected_line"], wrong["actual"], wrong["line"]) == (16, 3, 8, 8)
     assert page["startup"]["ready"] is True
     assert page["startup"]["max_concurrency"] == 1024.0
-    assert page["budget"] is None
+    assert page["budget"]["estimates"] == []
+    assert "--config" in page["budget"]["problem"], "the model of the file cannot be read here"
 
 
 def test_a_clamp_fails_and_its_line_is_shown(settings, capsys):
@@ -270,3 +271,60 @@ def test_the_live_server_and_its_log_are_compared_with_one_file(settings, capsys
     (wrong,) = page["checks"]
     assert (wrong["actual"], wrong["line"]) == (limit, None)
     assert wrong["text"].startswith("live: ")
+
+
+LLAMA = "model: llama-3.1-8b\nengine: vllm\nmax_batch_size: 8\nmax_model_len: 2048\n"
+KV_BYTES = 1000 * 16 * 131_072
+
+
+def llama_log(tmp_path, **changes):
+    memory = MemoryPlan(
+        cards=1,
+        card_total_bytes=81559 << 20,
+        weights_bytes=16_060_522_496,
+        kv_cache_bytes=KV_BYTES,
+        workspace_bytes=4 << 30,
+    )
+    log = tmp_path / "llama.log"
+    log.write_text(simulated(kv_blocks=1000, memory=memory, model="llama-3.1-8b", **changes))
+    return log
+
+
+def errors(page):
+    return {(one["figure"], one["given"]): one["error_ratio"] for one in page["budget"]["estimates"]}
+
+
+def test_what_the_log_reports_is_compared_with_the_budget(settings, capsys, tmp_path):
+    code, page = document(capsys, settings(LLAMA), "--log", llama_log(tmp_path), "--gpu", "h100")
+    assert code == 0, "an estimate that is off is no field that differs"
+    found = errors(page)
+    assert found["weights_bytes", "card"] == pytest.approx(0, abs=0.001)
+    assert found["kv_tokens", "kv_cache_bytes"] == pytest.approx(0, abs=0.005)
+    # The pool was made far smaller than the card allows.
+    assert found["kv_tokens", "card"] > 20
+    assert found["max_concurrency", "card"] == pytest.approx(found["kv_tokens", "card"], rel=0.01)
+
+
+def test_people_are_told_the_error_in_percent(settings, capsys, tmp_path):
+    assert run(settings(LLAMA + "gpu: h100\n"), "--log", llama_log(tmp_path)) == 0
+    said = capsys.readouterr().out
+    assert "budget: kv tokens from the log's KV bytes: 1" in said
+    assert "%)" in said
+
+
+def test_without_a_card_only_what_follows_from_the_model_is_compared(settings, capsys, tmp_path):
+    _, page = document(capsys, settings(LLAMA), "--log", llama_log(tmp_path))
+    assert set(errors(page)) == {
+        ("weights_bytes", "card"),
+        ("kv_tokens", "kv_cache_bytes"),
+        ("max_concurrency", "kv_cache_bytes"),
+    }
+    assert "give --gpu" in page["budget"]["problem"]
+
+
+def test_a_model_that_cannot_be_divided_as_the_log_says_is_no_failure_of_the_check(settings, capsys, tmp_path):
+    log = llama_log(tmp_path)
+    log.write_text(log.read_text().replace("tensor_parallel_size=1", "tensor_parallel_size=7"))
+    code, page = document(capsys, settings(LLAMA), "--log", log, "--gpu", "h100")
+    assert (code, page["budget"]["estimates"]) == (0, [])
+    assert "cannot share evenly" in page["budget"]["problem"]
