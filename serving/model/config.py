@@ -28,11 +28,7 @@ class Config:
         """An error about this configuration."""
         return ConfigError(f"{self.where}: {message}")
 
-    def has(self, key: str) -> bool:
-        """Whether the key is there, be it null."""
-        return key in self.values
-
-    def count(self, *keys: str, default: int | None = None, least: int = 1) -> int:
+    def count(self, *keys: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
         """A whole number under the first of these keys that is there and not null.
 
         Raises:
@@ -42,8 +38,9 @@ class Config:
             value = self.values.get(key)
             if value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
-                raise self.error(f"{key} is {str(value)[:60]!r}; it must be a whole number of at least {least}")
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                limits = f"at least {least}" if most == _MOST else f"{least} to {most}"
+                raise self.error(f"{key} is {str(value)[:60]!r}; it must be a whole number of {limits}")
             return value
         if default is None:
             raise self.error(f"{keys[0]} is missing")
@@ -54,6 +51,13 @@ class Config:
         if self.values.get(key) is None:
             return None if key in self.values else default
         return self.count(key, least=least)
+
+    def number(self, key: str) -> float:
+        """A number above 0."""
+        value = self.values.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST:
+            raise self.error(f"{key} is {str(value)[:60]!r}; it must be a number above 0")
+        return float(value)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
         """True or false."""
@@ -104,3 +108,10 @@ class Config:
         if not isinstance(value, Mapping):
             raise self.error(f"{key} must be an object")
         return Config(f"{self.where}: {key}", value)
+
+    def objects(self, key: str, length: int) -> "list[Config]":
+        """A list of this many objects."""
+        value = self.values.get(key)
+        if not isinstance(value, list) or len(value) != length or not all(isinstance(item, Mapping) for item in value):
+            raise self.error(f"{key} must have an object for each of the {length} layers")
+        return [Config(f"{self.where}: {key}[{number}]", item) for number, item in enumerate(value)]

@@ -1,8 +1,8 @@
 """Which shape the configuration of each family of models stands for.
 
-A family is one function from a configuration to layers. What it counts was held against the published weights and the
-modules that transformers 5 and vLLM 0.32 build; defaults of missing keys are those of transformers' configuration
-classes, because published files leave out what equals them. A `model_type` that is not here is refused and never guessed.
+A family is one function from a configuration to layers. What it counts was held against the modules that transformers
+5.19 and vLLM 0.32 build; defaults of missing keys are those of transformers' configuration classes, because published
+files leave out what equals them. A `model_type` that is not here is refused and never guessed.
 """
 
 import difflib
@@ -58,16 +58,14 @@ class _Family:
         architecture: the class that engines load them with.
         read: makes layers of a configuration.
         tied: output matrix and input embedding are one where the configuration does not say.
-        vocabulary: where the configuration does not say; None is that it must.
-        context_tokens: likewise.
+        usual: values of keys that a text part inside a multimodal configuration leaves out.
         prefix: as in `ModelShape`.
     """
 
     architecture: str
     read: Callable[[Config], _Body]
     tied: bool = False
-    vocabulary: int | None = None
-    context_tokens: int | None = None
+    usual: Mapping[str, int] | None = None
     prefix: str = "model."
 
 
@@ -83,8 +81,17 @@ _KINDS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
+_MOST_LAYERS: Final = 4096
+_MOST_PREDICTORS: Final = 64
+
+
 def _count(config: Config) -> int:
-    return config.count("num_hidden_layers", least=1)
+    return config.count("num_hidden_layers", most=_MOST_LAYERS)
+
+
+def _predictors(config: Config, *keys: str, default: int = 0) -> int:
+    """Modules for multi-token prediction."""
+    return config.count(*(keys or ("num_nextn_predict_layers",)), default=default, least=0, most=_MOST_PREDICTORS)
 
 
 def _kinds(config: Config, known: str, otherwise: Callable[[int], str]) -> list[str]:
@@ -149,7 +156,7 @@ def _experts(config: Config, count: int, per_token: int, width: int, **options: 
     return Experts(count, per_token, width, **options)
 
 
-def _layers(config: Config, parts: Sequence[tuple[Mixer | None, Dense | Experts | None]], norms: int = 2) -> list[Layer]:
+def _layers(config: Config, parts: Sequence[tuple[Mixer, Dense | Experts]], norms: int = 2) -> list[Layer]:
     """A layer for each pair of parts, with so many norms as wide as the model. Layers alike are one object."""
     size = norms * config.count("hidden_size")
     made = {pair: Layer(*pair, size) for pair in set(parts)}
@@ -248,13 +255,11 @@ def _read_qwen2_moe(config: Config) -> _Body:
 
 
 def _read_qwen3_moe(config: Config) -> _Body:
-    return _read_qwen_moe(config, head_dim=128, qk_norm=True)
+    return _read_qwen_moe(config, qk_norm=True)
 
 
 def _read_glm4(config: Config) -> _Body:
-    mixer = _attention(
-        config, head_dim=128, qkv_bias=config.flag("attention_bias", default=True), output_bias=False
-    )
+    mixer = _attention(config, head_dim=128, qkv_bias=config.flag("attention_bias", default=True), output_bias=False)
     return _Body(_layers(config, [(mixer, _dense(config))] * _all_full(config), norms=4))
 
 
@@ -276,8 +281,8 @@ def _read_phimoe(config: Config) -> _Body:
     hidden = config.count("hidden_size")
     feed_forward = _experts(
         config,
-        config.count("num_local_experts"),
-        config.count("num_experts_per_tok"),
+        config.count("num_local_experts", default=16),
+        config.count("num_experts_per_tok", default=2),
         config.count("intermediate_size"),
         name="block_sparse_moe",
         projections=("w1", "w3", "w2"),
@@ -291,7 +296,7 @@ def _read_phimoe(config: Config) -> _Body:
 def _read_falcon(config: Config) -> _Body:
     """Falcon: one key-value head unless it is of the newer kind, and attention beside the feed-forward part."""
     hidden = config.count("hidden_size", "n_embed")
-    count = config.count("num_hidden_layers", "n_layer")
+    count = config.count("num_hidden_layers", "n_layer", most=_MOST_LAYERS)
     heads = config.count("num_attention_heads", "n_head")
     newer = config.flag("new_decoder_architecture")
     if newer:
@@ -314,7 +319,38 @@ def _read_falcon(config: Config) -> _Body:
         norms = config.count("num_ln_in_parallel_attn", default=2)
     else:
         norms = 1 if config.flag("parallel_attn", default=True) else 2
-    return _Body([Layer(mixer, feed_forward, norms * 2 * hidden)] * count, other=2 * hidden)
+    context = config.count("max_position_embeddings", default=2048)
+    return _Body([Layer(mixer, feed_forward, norms * 2 * hidden)] * count, other=2 * hidden, context_tokens=context)
+
+
+def _read_deci(config: Config) -> _Body:
+    """DeciLM: each block says by itself what it has of attention and of a feed-forward part."""
+    count, hidden = _count(config), config.count("hidden_size")
+    heads = config.count("num_attention_heads")
+    blocks = config.objects("block_configs", count)
+    made: dict[str, Layer] = {}
+
+    def layer(block: Config) -> Layer:
+        attention, ffn = block.inner("attention") or block, block.inner("ffn") or block
+        for part in (attention, ffn):
+            if part.flag("replace_with_linear"):
+                raise part.error("replace_with_linear is set, which is not known")
+        mixer = feed_forward = None
+        if not attention.flag("no_op"):
+            group = attention.count("n_heads_in_group")
+            if heads % group:
+                raise attention.error(f"n_heads_in_group is {group}, which does not divide {heads} heads")
+            mixer = Attention(heads, heads // group, hidden // heads, window=attention.maybe("window_length"))
+        if not ffn.flag("no_op"):
+            # Two thirds of the multiple, for the gate, up to the next multiple of 256.
+            feed_forward = Dense(-(-int(2 * ffn.number("ffn_mult") * hidden / 3) // 256) * 256)
+        return Layer(mixer, feed_forward, hidden * ((mixer is not None) + (feed_forward is not None)))
+
+    layers = []
+    for block in blocks:
+        one = layer(block)
+        layers.append(made.setdefault(repr(one), one))
+    return _Body(layers)
 
 
 # ---- windows
@@ -342,27 +378,28 @@ def _read_gemma2(config: Config, *, step: int = 2, qk_norm: bool = False) -> _Bo
 
 
 def _read_gemma3(config: Config) -> _Body:
-    # transformers' class has these where the file does not say, as the multimodal files do not.
-    usual = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2304, "num_hidden_layers": 26}
-    filled = Config(config.where, {**usual, "intermediate_size": 9216, **config.values})
-    return _read_gemma2(filled, step=config.count("sliding_window_pattern", default=6), qk_norm=True)
+    return _read_gemma2(config, step=config.count("sliding_window_pattern", default=6), qk_norm=True)
 
 
 def _read_gemma4(config: Config) -> _Body:
     if config.count("hidden_size_per_layer_input", default=256, least=0):
-        raise config.error("hidden_size_per_layer_input is not 0: embeddings for each layer (Gemma 3n, E2B) are not known")
+        raise config.error("hidden_size_per_layer_input is not 0: embeddings for each layer are not known")
     if config.flag("use_double_wide_mlp"):
         raise config.error("use_double_wide_mlp is set, which is not known")
     hidden = config.count("hidden_size")
     kinds = _gemma_kinds(config, 6)
-    windowed = _attention(
-        config, head_dim=256, qk_norm=True, window=config.maybe("sliding_window", default=512)
-    )
-    width = config.count("global_head_dim", default=512)
+    windowed = _attention(config, head_dim=256, qk_norm=True, window=config.maybe("sliding_window", default=512))
     alike = config.flag("attention_k_eq_v")
+    width = config.count("global_head_dim", default=512)
+    kv_heads = config.count("num_global_key_value_heads", default=windowed.kv_heads) if alike else windowed.kv_heads
+    # transformers 5 writes the same as differences from layer to layer.
+    by_layer = config.inner("per_layer_config")
+    if by_layer and "full" in kinds and (special := by_layer.inner(str(kinds.index("full")))):
+        width = special.count("head_dim", default=windowed.head_dim)
+        kv_heads = special.count("num_key_value_heads", default=windowed.kv_heads)
     full = replace(
         windowed,
-        kv_heads=config.count("num_global_key_value_heads", default=windowed.kv_heads) if alike else windowed.kv_heads,
+        kv_heads=kv_heads,
         head_dim=width,
         value_is_key=alike,
         window=None,
@@ -373,21 +410,22 @@ def _read_gemma4(config: Config) -> _Body:
         replace(windowed if kind == "window" else full, shares_kv=layer >= shared_from)
         for layer, kind in enumerate(kinds)
     ]
-    dense = _dense(config)
-    if not config.flag("enable_moe_block"):
-        return _Body(_layers(config, [(mixer, dense) for mixer in mixers], norms=4))
-    count = config.count("num_experts")
-    experts = _experts(
-        config,
-        count,
-        config.count("top_k_experts"),
-        config.count("moe_intermediate_size"),
-        shared_width=dense.width,
-        shared="dense",
-        router="router",
-        other=hidden + count,
-    )
-    return _Body(_layers(config, [(mixer, experts) for mixer in mixers], norms=7))
+    feed_forward: Dense | Experts = _dense(config)
+    moe = config.flag("enable_moe_block")
+    if moe:
+        count = config.count("num_experts")
+        feed_forward = _experts(
+            config,
+            count,
+            config.count("top_k_experts"),
+            config.count("moe_intermediate_size"),
+            shared_width=config.count("intermediate_size"),
+            shared="dense",
+            router="router",
+            other=hidden + count,
+        )
+    layers = _layers(config, [(mixer, feed_forward) for mixer in mixers], norms=7 if moe else 4)
+    return _Body([replace(layer, norms=layer.norms + 1) for layer in layers])  # each layer's output has a scale
 
 
 def _read_gpt_oss(config: Config) -> _Body:
@@ -458,7 +496,7 @@ def _read_llama4(config: Config) -> _Body:
 
 
 def _read_mimo_v2(config: Config) -> _Body:
-    count, hidden = _count(config), config.count("hidden_size")
+    count = _count(config)
     full = _attention(config, head_dim=128)
     full = replace(full, value_dim=config.count("v_head_dim", default=full.head_dim))
     if config.flag("add_full_attention_sink_bias"):
@@ -493,7 +531,6 @@ def _read_mimo_v2(config: Config) -> _Body:
         )
         for layer in range(count)
     ]
-    del hidden
     return _Body(_layers(config, parts), not_counted=("layers for multi-token prediction",))
 
 
@@ -519,10 +556,8 @@ def _read_hy3(config: Config) -> _Body:
         other=routed,
     )
     mixer = _attention(config, head_dim=128, qk_norm=config.flag("qk_norm", default=True))
-    layers = _layers(
-        config, [(mixer, experts if kind == "sparse" else _dense(config)) for kind in kinds]
-    )
-    predicted = config.count("num_nextn_predict_layers", default=0, least=0)
+    layers = _layers(config, [(mixer, experts if kind == "sparse" else _dense(config)) for kind in kinds])
+    predicted = _predictors(config)
     return _Body(layers, _mtp(config, predicted, layers[-1:]))
 
 
@@ -566,7 +601,7 @@ def _read_hunyuan_large(config: Config) -> _Body:
 
 def _late_experts(config: Config, default_first: int = 0) -> Callable[[int], Dense | Experts]:
     """The feed-forward part of a layer by its number, where the first few have no experts (DeepSeek and its kin)."""
-    routed = config.count("n_routed_experts", "num_experts")
+    routed = config.count("n_routed_experts", "num_experts", "num_local_experts")
     width = config.count("moe_intermediate_size")
     chosen_by_bias = config.values.get("topk_method", "noaux_tc") == "noaux_tc"
     experts = _experts(
@@ -627,7 +662,7 @@ def _read_deepseek(config: Config, *, indexed: bool = False, default_first: int 
         mixers = [full if chooses else mixer for chooses in own]
         mixer = full
     layers = _layers(config, [(one, part(layer)) for layer, one in enumerate(mixers)])
-    extra = config.count("num_nextn_predict_layers", "num_mtp_layers", default=predicted, least=0)
+    extra = _predictors(config, "num_nextn_predict_layers", "num_mtp_layers", default=predicted)
     last = _layers(config, [(mixer, part(count))])
     return _Body(layers, _mtp(config, extra, last))
 
@@ -654,7 +689,7 @@ def _read_glm4_moe(config: Config) -> _Body:
     mixer = _attention(config, head_dim=128, output_bias=False, qk_norm=config.flag("use_qk_norm"))
     count = _all_full(config)
     layers = _layers(config, [(mixer, part(layer)) for layer in range(count)])
-    predicted = config.count("num_nextn_predict_layers", default=0, least=0)
+    predicted = _predictors(config)
     return _Body(layers, _mtp(config, predicted, _layers(config, [(mixer, part(count))])))
 
 
@@ -677,8 +712,8 @@ def _read_minimax_m2(config: Config) -> _Body:
         projections=("w1", "w3", "w2"),
     )
     layers = _layers(config, [(_attention(config, head_dim=128, other=norm), experts)] * _all_full(config))
-    predicted = config.count("num_mtp_modules", default=0, least=0) if config.flag("use_mtp") else 0
-    each = config.count("mtp_transformer_layers", default=1)
+    predicted = _predictors(config, "num_mtp_modules") if config.flag("use_mtp") else 0
+    each = config.count("mtp_transformer_layers", default=1, most=_MOST_PREDICTORS)
     return _Body(layers, _mtp(config, predicted, layers[-1:] * each))
 
 
@@ -732,7 +767,7 @@ def _read_qwen3_next(config: Config, *, predicted: int = 1) -> _Body:
     has_experts = any(config.values.get(key) is not None for key in ("num_experts", "num_local_experts"))
     experts = _qwen_experts(config) if has_experts else None
     layers = _layers(config, [(full if kind == "full" else state, part(layer)) for layer, kind in enumerate(kinds)])
-    count = config.count("mtp_num_hidden_layers", "num_nextn_predict_layers", default=predicted, least=0)
+    count = _predictors(config, "mtp_num_hidden_layers", "num_nextn_predict_layers", default=predicted)
     return _Body(layers, _mtp(config, count, _layers(config, [(full, part(len(layers)))]), "fc"))
 
 
@@ -744,8 +779,9 @@ def _kimi_delta(config: Config) -> RecurrentState:
     """Kimi delta attention: as a gated delta net, with a forget gate for each channel; its state has 32 bits."""
     inner = config.inner("linear_attn_config") or Config(config.where, {})
     hidden = config.count("hidden_size")
-    heads, width = inner.count("num_heads", default=32), inner.count("head_dim", default=128)
-    kernel = inner.count("short_conv_kernel_size", default=4)
+    heads = inner.count("num_heads", default=config.count("linear_num_heads", default=32))
+    width = inner.count("head_dim", default=config.count("linear_head_dim", default=128))
+    kernel = inner.count("short_conv_kernel_size", default=config.count("linear_conv_kernel_dim", default=4))
     size = heads * width
     return RecurrentState(
         heads,
@@ -771,9 +807,9 @@ def _read_kimi_linear(config: Config) -> _Body:
     whole = {number - 1 for number in inner.numbers("full_attn_layers", 1)} if inner else set()
     if inner and whole | {number - 1 for number in inner.numbers("kda_layers", 1)} != set(range(count)):
         raise config.error("linear_attn_config must name each layer in full_attn_layers or in kda_layers")
-    kinds = _kinds(
-        config, "full state", lambda layer: "full" if (layer in whole if inner else layer and layer % 4 == 0) else "state"
-    )
+    if not inner:
+        whole = set(range(4, count, 4))
+    kinds = _kinds(config, "full state", lambda layer: "full" if layer in whole else "state")
     full, state, part = _latent(config), _kimi_delta(config), _late_experts(config, 1)
     if config.flag("mla_use_output_gate") or config.values.get("routed_expert_hidden_size") is not None:
         raise config.error("an output gate of latent attention and experts in a latent are not known of kimi_linear")
@@ -814,8 +850,9 @@ def _read_jamba(config: Config) -> _Body:
         per_token = config.count("num_experts_per_tok", default=2)
         experts = _experts(config, routed, per_token, width, name="feed_forward", router="router")
     mixer = _attention(config, qkv_bias=False, output_bias=False)
-    period, offset = config.count("attn_layer_period", default=8), config.count("attn_layer_offset", default=4, least=0)
-    step, start = config.count("expert_layer_period", default=2), config.count("expert_layer_offset", default=1, least=0)
+    period, step = config.count("attn_layer_period", default=8), config.count("expert_layer_period", default=2)
+    offset = config.count("attn_layer_offset", default=4, least=0)
+    start = config.count("expert_layer_offset", default=1, least=0)
     parts = [
         (
             mixer if layer % period == offset else state,
@@ -828,8 +865,9 @@ def _read_jamba(config: Config) -> _Body:
 
 def _mamba2(config: Config, name: str) -> RecurrentState:
     hidden, heads = config.count("hidden_size"), config.count("mamba_num_heads", default=128)
-    width, size = config.count("mamba_head_dim", default=64), config.count("ssm_state_size", default=128)
-    groups = config.count("n_groups", "mamba_n_groups", default=8)
+    width = config.count("mamba_head_dim", default=64)
+    size = config.count("ssm_state_size", "mamba_state_dim", default=128)
+    groups = config.count("n_groups", "mamba_n_groups", "mamba_num_groups", default=8)
     kernel = config.count("conv_kernel", "mamba_d_conv", default=4)
     inner = heads * width
     channels = inner + 2 * groups * size
@@ -862,26 +900,23 @@ def _read_nemotron_h(config: Config) -> _Body:
     if not kinds:
         known = {"linear_attention": "state", "mamba": "state", "moe": "experts", "mlp": "dense"}
         known |= {"full_attention": "full", "attention": "full"}
-        kinds = config.words("layers_block_type", known, _count(config)) or []
+        listed = config.values.get("layers_block_type")
+        kinds = config.words("layers_block_type", known, len(listed) if isinstance(listed, list) else 0) or []
     if len(kinds) != config.count("num_hidden_layers", default=len(kinds), least=0) or not kinds:
         raise config.error("hybrid_override_pattern must say what each of the num_hidden_layers layers is")
     head_dim = config.count("attention_head_dim", default=128)
     mixers: dict[str, Mixer] = {}
     if "full" in kinds:
-        mixers["full"] = replace(
-            _attention(config, head_dim=head_dim, qkv_bias=False, output_bias=False), name="mixer"
-        )
+        mixers["full"] = replace(_attention(config, head_dim=head_dim, qkv_bias=False, output_bias=False), name="mixer")
     if "state" in kinds:
         mixers["state"] = _mamba2(config, "mixer")
     parts: dict[str, Dense | Experts] = {}
     if "dense" in kinds:
         parts["dense"] = replace(_dense(config, gated=False, biased=config.flag("mlp_bias")), name="mixer")
-    predicted = config.count("num_nextn_predict_layers", default=0, least=0)
+    predicted = _predictors(config)
     if "experts" in kinds or predicted:
         parts["experts"] = _nemotron_experts(config)
-    made = {
-        kind: Layer(mixers.get(kind), parts.get(kind), hidden) for kind in _NEMOTRON.values()
-    }
+    made = {kind: Layer(mixers.get(kind), parts.get(kind), hidden) for kind in _NEMOTRON.values()}
     mtp: tuple[tuple[Layer, ...], ...] = ()
     if predicted:
         again = _nemotron_kinds(config, "mtp_hybrid_override_pattern") or ["full", "experts"]
@@ -917,8 +952,31 @@ def _nemotron_experts(config: Config) -> Experts:
 
 # ---- the table
 
-_LLAMA: Final = _Family("LlamaForCausalLM", _read_llama)
-_MISTRAL: Final = _Family("MistralForCausalLM", _read_mistral, context_tokens=131072)
+_LLAMA: Final = _Family(
+    "LlamaForCausalLM",
+    _read_llama,
+    usual={
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    },
+)
+_MISTRAL: Final = _Family(
+    "MistralForCausalLM",
+    _read_mistral,
+    usual={
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+    },
+)
 _QWEN2: Final = _Family("Qwen2ForCausalLM", _read_qwen2)
 _QWEN3: Final = _Family("Qwen3ForCausalLM", _read_qwen3)
 _QWEN3_MOE: Final = _Family("Qwen3MoeForCausalLM", _read_qwen3_moe)
@@ -926,12 +984,21 @@ _QWEN3_5: Final = _Family("Qwen3_5ForConditionalGeneration", _read_qwen3_5)
 _QWEN3_5_MOE: Final = _Family("Qwen3_5MoeForConditionalGeneration", _read_qwen3_5)
 _DEEPSEEK_V3: Final = _Family("DeepseekV3ForCausalLM", _read_deepseek_v3)
 _GEMMA3: Final = _Family(
-    "Gemma3ForCausalLM", _read_gemma3, tied=True, vocabulary=262208, context_tokens=131072
+    "Gemma3ForCausalLM",
+    _read_gemma3,
+    tied=True,
+    usual={
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+    },
 )
-_GEMMA4: Final = _Family(
-    "Gemma4ForConditionalGeneration", _read_gemma4, tied=True, vocabulary=262144, context_tokens=131072
-)
-_LLAMA4: Final = _Family("Llama4ForConditionalGeneration", _read_llama4, vocabulary=202048, context_tokens=131072)
+_GEMMA4: Final = _Family("Gemma4ForConditionalGeneration", _read_gemma4, tied=True)
+_LLAMA4: Final = _Family("Llama4ForConditionalGeneration", _read_llama4)
 
 FAMILIES: Final[Mapping[str, _Family]] = MappingProxyType(
     {
@@ -971,15 +1038,16 @@ FAMILIES: Final[Mapping[str, _Family]] = MappingProxyType(
         "gemma3_text": _GEMMA3,
         "gemma4_text": _GEMMA4,
         "llama4_text": _LLAMA4,
-        "kimi_linear": _Family("KimiLinearForCausalLM", _read_kimi_linear, context_tokens=1048576),
-        "jamba": _Family("JambaForCausalLM", _read_jamba, context_tokens=262144),
+        "kimi_linear": _Family("KimiLinearForCausalLM", _read_kimi_linear),
+        "jamba": _Family("JambaForCausalLM", _read_jamba),
+        "nemotron-nas": _Family("DeciLMForCausalLM", _read_deci),
         "nemotron_h": _Family("NemotronHForCausalLM", _read_nemotron_h, prefix="backbone."),
         "minimax_m2": _Family("MiniMaxM2ForCausalLM", _read_minimax_m2),
         "mimo_v2_flash": _Family("MiMoV2FlashForCausalLM", _read_mimo_v2),
         "phi": _Family("PhiForCausalLM", _read_phi),
         "phi3": _Family("Phi3ForCausalLM", _read_phi3),
         "phimoe": _Family("PhimoeForCausalLM", _read_phimoe),
-        "falcon": _Family("FalconForCausalLM", _read_falcon, tied=True, context_tokens=2048),
+        "falcon": _Family("FalconForCausalLM", _read_falcon, tied=True),
     }
 )
 """Families by `model_type`."""
@@ -1027,7 +1095,10 @@ def shape_of(values: Mapping[str, Any], *, name: str, where: str, folder: Path |
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise config.error(_unknown(kind))
     family = FAMILIES[kind]
+    if config is not outer:
+        config = Config(config.where, {**(family.usual or {}), **config.values})
     body = family.read(config)
+    context = body.context_tokens or config.count("max_position_embeddings")
     hidden = config.count("hidden_size", "n_embed")
     tied = config.flag("tie_word_embeddings", default=family.tied)
     if config is not outer:
@@ -1038,9 +1109,9 @@ def shape_of(values: Mapping[str, Any], *, name: str, where: str, folder: Path |
     return ModelShape(
         name=name,
         hidden=hidden,
-        vocabulary=config.count("vocab_size", default=family.vocabulary),
-        context_tokens=body.context_tokens or config.count("max_position_embeddings", default=family.context_tokens),
-        layers=tuple(body.layers),
+        vocabulary=config.count("vocab_size"),
+        context_tokens=context,
+        layers=_without_idle_windows(body.layers, context),
         mtp=body.mtp,
         architecture=str(architecture)[:100],
         tied_embeddings=tied,
@@ -1051,9 +1122,20 @@ def shape_of(values: Mapping[str, Any], *, name: str, where: str, folder: Path |
     )
 
 
+def _without_idle_windows(layers: Sequence[Layer], context: int) -> tuple[Layer, ...]:
+    """The same layers, but a window that no sequence outgrows is none."""
+    made = {}
+    for layer in layers:
+        mixer = layer.mixer
+        if isinstance(mixer, Attention) and mixer.window is not None and mixer.window >= context:
+            made[id(layer)] = replace(layer, mixer=replace(mixer, window=None, chunked=False))
+    kept = {id(layer): made.get(id(layer), layer) for layer in layers}
+    return tuple(kept[id(layer)] for layer in layers)
+
+
 def _unknown(kind: object) -> str:
     known = ", ".join(FAMILIES)
     shown = str(kind)[:60] if isinstance(kind, str) else kind
-    close = difflib.get_close_matches(str(kind), FAMILIES, n=1)
+    close = difflib.get_close_matches(str(kind)[:60], FAMILIES, n=1, cutoff=0.4)
     nearest = f"the nearest known is {close[0]!r}; " if close else ""
     return f"model_type {shown!r} is not known; {nearest}known: {known}"

@@ -1,11 +1,11 @@
 """The shape of a language model, layer by layer, and the sizes that follow from it.
 
-A model is a sequence of layers. Each has a mixer, which lets tokens see earlier ones, and a feed-forward part, which does
-not; either may be missing. A mixer says what a sequence leaves behind in it (keys and values for each token, a latent, or
-a state of constant size), and both say which weight modules they have. Everything else is arithmetic over these.
+A model is a sequence of layers. Each has a mixer, which lets tokens see earlier ones, and a feed-forward part, which
+does not; either may be missing. A mixer says what a sequence leaves behind in it (keys and values for each token, a
+latent, or a state of constant size), and both say which weight modules they have. Everything else is arithmetic.
 
-Weights are kept apart by kind (`Weights`), because engines treat the kinds differently: they divide them differently over
-cards, a step reads some of them only in part, and quantisation often leaves some alone.
+Weights are kept apart by kind (`Weights`), because engines treat the kinds differently: they divide them differently
+over cards, a step reads some of them only in part, and quantisation often leaves some alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -314,7 +314,10 @@ class LatentAttention:
     other: int = 0
     name: str = "self_attn"
 
-    window: Final = None
+    @property
+    def window(self) -> None:
+        """Latest tokens that it sees: all."""
+        return None
 
     def modules(self, hidden: int) -> Iterator[Module]:
         """Weight modules, in a model of this width."""
@@ -325,9 +328,7 @@ class LatentAttention:
             yield _whole(f"{self.name}.q_a_proj", "key_value", hidden * self.query_latent)
             yield Module(f"{self.name}.q_b_proj", "query", self.query_latent * query)
         yield _whole(f"{self.name}.kv_a_proj_with_mqa", "key_value", hidden * (self.latent + self.rope_dim))
-        yield Module(
-            f"{self.name}.kv_b_proj", "query", self.latent * self.heads * (self.nope_dim + self.value_dim)
-        )
+        yield Module(f"{self.name}.kv_b_proj", "query", self.latent * self.heads * (self.nope_dim + self.value_dim))
         yield Module(f"{self.name}.o_proj", "query", hidden * self.heads * self.value_dim)
         if self.indexer is not None:
             heads, width = self.indexer.heads, self.indexer.head_dim
@@ -368,7 +369,7 @@ class LatentAttention:
 
     @property
     def decode_products(self) -> int:
-        """Multiplications for each pair of a decoded token and one that it sees, all heads reading the latent itself."""
+        """Multiplications for each pair of a decoded token and one that it sees: all heads read the latent itself."""
         return self.heads * (2 * self.latent + self.rope_dim)
 
     @property
@@ -379,7 +380,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
-    """A mixer that keeps a state of constant size for each sequence instead of its tokens (Mamba, gated delta net, KDA).
+    """A mixer that keeps a state of constant size for each sequence instead of its tokens: Mamba, delta nets.
 
     Attributes:
         heads: heads of the state, divided among cards.
@@ -404,7 +405,10 @@ class RecurrentState:
     state_bits: float | None = None
     conv_bits: float = 16.0
 
-    window: Final = None
+    @property
+    def window(self) -> None:
+        """Latest tokens that it sees: all."""
+        return None
 
     def modules(self, hidden: int) -> Iterator[Module]:
         """Weight modules, in a model of this width."""
@@ -604,7 +608,7 @@ class ModelShape:
     architecture: str = ""
     tied_embeddings: bool = False
     other: int = 0
-    quantization: StoredBits = UniformBits()  # noqa: RUF009 # frozen
+    quantization: StoredBits = UniformBits()
     prefix: str = "model."
     head_name: str = "lm_head"
     not_counted: tuple[str, ...] = ()
@@ -672,9 +676,7 @@ class ModelShape:
         for mixer in {layer.mixer for layer in self.layers if layer.mixer is not None}:
             mixer.check_tensor(self.name, split.tensor)
         if split.pipeline > len(self.layers):
-            raise ConfigError(
-                f"{self.name} has {len(self.layers)} layers, fewer than {split.pipeline} pipeline stages"
-            )
+            raise ConfigError(f"{self.name} has {len(self.layers)} layers, fewer than {split.pipeline} pipeline stages")
         if split.expert > 1 and not self.experts:
             raise ConfigError(f"{self.name} has no experts to spread over {split.expert} cards")
         if split.expert > 1 and self.experts % split.expert:
@@ -754,9 +756,7 @@ class ModelShape:
 
     def _check_mtp(self, mtp_layers: int) -> None:
         if mtp_layers > len(self.mtp):
-            raise ConfigError(
-                f"{self.name} has {len(self.mtp)} modules for multi-token prediction, not {mtp_layers}"
-            )
+            raise ConfigError(f"{self.name} has {len(self.mtp)} modules for multi-token prediction, not {mtp_layers}")
 
     def with_bits(self, layers: float, ends: float | None = None) -> "ModelShape":
         """The same model with weights of another width.

@@ -1,8 +1,5 @@
-"""A model's sizes follow from its configuration, and come out as published and as engines report them."""
+"""A shape's sizes: what each card holds of the weights, and what sequences leave in the cache."""
 
-import json
-import math
-import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,125 +7,44 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.embedded.tiny_model import PRESETS, write_hf
 from serving.errors import ConfigError
-from serving.model import BUILT_IN_MODELS, ModelShape, Split, read_model
+from serving.model import (
+    Attention,
+    Dense,
+    Experts,
+    Indexer,
+    LatentAttention,
+    Layer,
+    ModelShape,
+    Module,
+    RecurrentState,
+    Split,
+    UniformBits,
+    Weights,
+    read_model,
+)
 
 GIB = 2**30
+CONFIGS = Path(__file__).parents[2] / "samples" / "configs"
 
-# The keys of the published config.json of Qwen/Qwen3-14B, Qwen/Qwen1.5-MoE-A2.7B and Qwen/Qwen2-57B-A14B-Instruct.
-QWEN3_14B = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 40,
-    "hidden_size": 5120,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 17408,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
-QWEN15_MOE = {
-    "model_type": "qwen2_moe",
-    "num_hidden_layers": 24,
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "intermediate_size": 5632,
-    "vocab_size": 151936,
-    "max_position_embeddings": 8192,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "decoder_sparse_step": 1,
-    "use_sliding_window": False,
-    "sliding_window": 32768,
-}
-QWEN2_57B = QWEN15_MOE | {
-    "num_hidden_layers": 28,
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2560,
-    "shared_expert_intermediate_size": 20480,
-    "max_position_embeddings": 32768,
-}
-MISTRAL = {
-    "model_type": "mistral",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 32768,
-    "max_position_embeddings": 32768,
-    "sliding_window": None,
-}
-
-
-def written(folder: Path, config: object) -> Path:
-    path = folder / "some-model" / "config.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(config), encoding="utf-8")
-    return path
-
-
-def of(tmp_path: Path, config: object) -> ModelShape:
-    return read_model(written(tmp_path, config))
-
-
-@pytest.mark.parametrize(
-    ("name", "total", "active"),
-    [
-        ("hy3", 295e9, 20.7e9),
-        ("hy3", 295e9, 21e9),
-        ("mixtral-8x7b", 46.7e9, 12.9e9),
-        ("qwen3-30b-a3b", 30.5e9, 3.3e9),
-        ("llama-3.1-8b", 8.03e9, 8.03e9),
-        ("qwen2.5-7b", 7.62e9, 7.62e9),
-    ],
+PLAIN = Layer(Attention(32, 8, 128), Dense(1000), norms=256)
+WINDOWED = Layer(Attention(32, 8, 128, window=100), Dense(1000), norms=256)
+LATENT = Layer(LatentAttention(32, 512, 64, 128, 128, 256), Experts(16, 2, 64, 128))
+STATE = Layer(
+    RecurrentState(32, 128 * 128, 4096, 3, (Module("mixer.in_proj", "query", 1000),), 8, 256, state_bits=32.0), None
 )
-def test_parameters_come_out_as_published(name, total, active):
-    shape = read_model(name)
-    assert shape.total_parameters == pytest.approx(total, rel=0.01)
-    assert shape.active_parameters == pytest.approx(active, rel=0.03)
+BLIND = Layer(None, Dense(1000, gated=False))
 
 
-@pytest.mark.parametrize(
-    ("config", "total", "active"),
-    [(QWEN3_14B, 14.8e9, 14.8e9), (QWEN15_MOE, 14.3e9, 2.7e9), (QWEN2_57B, 57.4e9, 14e9), (MISTRAL, 7.25e9, 7.25e9)],
-)
-def test_parameters_of_files_come_out_as_published(tmp_path, config, total, active):
-    shape = of(tmp_path, config)
-    assert shape.total_parameters == pytest.approx(total, rel=0.01)
-    assert shape.active_parameters == pytest.approx(active, rel=0.03)
+def shape(*layers, **options) -> ModelShape:
+    return ModelShape("a-model", 64, 320, 4096, layers, **options)
 
 
-def test_the_layer_for_multi_token_prediction_of_hy3_counts_apart():
-    shape = read_model("hy3")
-    assert shape.mtp_parameters == pytest.approx(3.8e9, rel=0.02)
-    assert shape.kv_bytes_per_token(mtp_layers=1) - shape.kv_bytes_per_token() == 4096
+def sample(name: str) -> ModelShape:
+    return read_model(CONFIGS / f"{name}.json")
 
 
-@pytest.mark.parametrize("preset", ["tiny", "small"])
-@pytest.mark.parametrize("experts", [0, 8])
-def test_parameters_are_exactly_those_in_a_weights_file(tmp_path, preset, experts):
-    folder = tmp_path / "model"
-    write_hf(folder, replace(PRESETS[preset], experts=experts))
-    with (folder / "model.safetensors").open("rb") as file:
-        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    stored = sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    shape = read_model(folder)
-    assert shape.total_parameters == stored
-    assert shape.name == "model"
-    assert shape.weight_bytes(shape.parameters) == 2 * stored
+# ---- keys and values
 
 
 @pytest.mark.parametrize(
@@ -137,39 +53,164 @@ def test_parameters_are_exactly_those_in_a_weights_file(tmp_path, preset, expert
         ("llama-3.1-8b", 1, 131_072),
         ("llama-3.1-8b", 8, 16_384),
         ("llama-3.1-8b", 16, 16_384),
+        ("qwen3-14b", 1, 163_840),
         ("hy3", 1, 327_680),
         ("hy3", 8, 40_960),
         ("hy3", 16, 40_960),
         ("qwen3-30b-a3b", 1, 98_304),
         ("qwen3-30b-a3b", 4, 24_576),
         ("qwen3-30b-a3b", 8, 24_576),
+        # One latent of 576 elements for each of 61 layers, which every card needs whole.
+        *(("deepseek-v3", cards, 61 * 576 * 2) for cards in (1, 2, 8, 16)),
+        ("kimi-k2", 8, 70_272),
+        # Two neighbouring layers share one cache: 32 caches for 64 layers.
+        ("hunyuan-large", 1, 32 * 2 * 8 * 80 * 2),
+        # Only the layers without a window grow.
+        ("gpt-oss-120b", 1, 18 * 2 * 8 * 64 * 2),
+        ("gemma-3-27b", 1, 10 * 2 * 16 * 128 * 2),
+        # One head of keys and values, which 71 query heads share.
+        ("falcon-7b", 1, 32 * 2 * 64 * 2),
+        # 12 of 48 layers, and 7 of 27 with a latent, attend; the others keep a state.
+        ("qwen3-next-80b-a3b", 1, 12 * 2 * 2 * 256 * 2),
+        ("kimi-linear-48b-a3b", 1, 7 * 576 * 2),
     ],
 )
-def test_kv_bytes_per_token_divide_by_heads_until_one_is_left(name, cards, expected):
-    assert read_model(name).kv_bytes_per_token(split=Split(tensor=cards)) == expected
+def test_kv_bytes_per_token(name, cards, expected):
+    assert sample(name).kv_bytes_per_token(split=Split(tensor=cards)) == expected
 
 
-def test_kv_bytes_follow_the_cache_type_and_the_stages(tmp_path):
-    shape = of(tmp_path, QWEN3_14B)
-    assert shape.kv_bytes_per_token() == 163_840
-    assert shape.kv_bytes_per_token(8) == 81_920
-    assert shape.kv_bytes_per_token(8.5) == 87_040
-    assert shape.kv_bytes_per_token(split=Split(pipeline=2)) == 81_920
+def test_kv_bytes_follow_the_cache_type_and_the_stages():
+    model = sample("qwen3-14b")
+    assert model.kv_bytes_per_token(8) == 81_920
+    assert model.kv_bytes_per_token(8.5) == 87_040
+    assert model.kv_bytes_per_token(split=Split(pipeline=2)) == 81_920
+
+
+def test_an_indexer_has_a_cache_of_its_own_that_stays_8_bit():
+    # vLLM 0.32: 128 fp8 values with one 32-bit scale, beside a latent that fp8 packs into 656 bytes.
+    model = sample("deepseek-v3.2")
+    assert model.kv_bytes_per_token() == 61 * (1152 + 132)
+    assert model.kv_bytes_per_token(8) == 61 * (656 + 132)
+    assert model.kv_bytes_per_token(8, mtp_layers=1) == 62 * (656 + 132)
+    assert sample("deepseek-v3").kv_bytes_per_token(8) == 61 * 576
+
+
+def test_value_heads_may_be_narrower_than_key_heads():
+    full, windowed = sample("mimo-v2-flash").layers[0].mixer, sample("mimo-v2-flash").layers[1].mixer
+    assert full.token_bytes(16, 1) == 4 * (192 + 128) * 2
+    assert windowed.token_bytes(16, 1) == 8 * (192 + 128) * 2
 
 
 @pytest.mark.parametrize(
-    ("config", "reported_gib", "reported_tokens"),
+    ("name", "reported_gib", "reported_tokens"),
     [
         # vLLM start-up reports: 3.81 GiB -> 1,952 blocks of 16, 6.51 GiB -> 42,656 tokens, 24.0 GiB for 262,144.
         ("llama-3.1-8b", 3.81, 1952 * 16),
-        (QWEN3_14B, 6.51, 42_656),
-        ("qwen3-30b-a3b", 24.0, 262_144),
+        ("qwen3-14b", 6.51, 42_656),
+        ("qwen3-coder-30b-a3b", 24.0, 262_144),
+        ("qwen3-coder-30b-a3b", 3.18, 34_736),
     ],
 )
-def test_reported_pools_hold_the_reported_tokens(tmp_path, config, reported_gib, reported_tokens):
-    shape = of(tmp_path, config) if isinstance(config, dict) else read_model(config)
+def test_reported_pools_hold_the_reported_tokens(name, reported_gib, reported_tokens):
     # Reports are rounded to 0.01 GiB.
-    assert reported_gib * GIB / shape.kv_bytes_per_token() == pytest.approx(reported_tokens, rel=0.002)
+    assert reported_gib * GIB / sample(name).kv_bytes_per_token() == pytest.approx(reported_tokens, rel=0.002)
+
+
+def test_a_window_holds_no_more_than_itself():
+    model = shape(PLAIN, WINDOWED, WINDOWED)
+    token = 2 * 8 * 128 * 2
+    assert model.kv_bytes_per_token() == token
+    assert model.sequence_bytes(60) == 3 * 60 * token
+    assert model.sequence_bytes(1000) == (1000 + 2 * 100) * token
+    assert model.sequence_bytes(1000, clip_windows=False) == 3 * 1000 * token
+    assert model.sequence_bytes(0) == 0
+
+
+def test_a_state_takes_the_same_whatever_the_length():
+    model = shape(PLAIN, STATE)
+    # Three inputs of 4,096 + 8 x 256 channels in 16 bits, 32 heads of 128 x 128 in 32 bits.
+    state = 3 * (4096 + 8 * 256) * 2 + 32 * 128 * 128 * 4
+    assert model.state_bytes() == state
+    assert model.sequence_bytes(10) == 10 * 4096 + state
+    assert model.sequence_bytes(10, 8) == 10 * 2048 + state
+    assert model.state_bytes(state_bits=16) == state - 32 * 128 * 128 * 2
+    assert model.state_bytes(Split(8)) == state // 8
+    # Each card needs a group of its own.
+    assert shape(replace(STATE, mixer=replace(STATE.mixer, groups=1))).state_bytes(Split(8)) == (
+        3 * (512 + 256) * 2 + 4 * 128 * 128 * 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "cards", "state_bits", "tokens", "padding"),
+    [
+        # vLLM makes a page of attention as large as the state of a layer, in multiples of 16 tokens, pads the state to
+        # it, and logs both. Nemotron-Nano-9B-v2, whose state had 16 bits then: vllm-project/vllm#24280.
+        ("nemotron-nano-9b-v2", 1, 16, 672, None),
+        # A public log of vLLM 0.10.2 with Qwen3-Next-80B-A3B-Instruct on two H200.
+        ("qwen3-next-80b-a3b", 2, None, 544, 0.0149),
+        # Qwen3.6-27B, which has this shape, and Kimi-Linear on two cards, as a deployment guide lists them.
+        ("qwen3.5-27b", 1, None, 784, None),
+        ("kimi-linear-48b-a3b", 2, None, 944, None),
+    ],
+)
+def test_states_are_as_large_as_vllm_makes_its_pages(name, cards, state_bits, tokens, padding):
+    mixers = [layer.mixer for layer in sample(name).layers if layer.mixer is not None]
+    state = max(mixer.state_bytes(cards, state_bits) for mixer in mixers)
+    token = max(mixer.token_bytes(16, cards) for mixer in mixers)
+    assert -(-state // (16 * token)) * 16 == tokens
+    if padding is not None:
+        assert tokens * token / state - 1 == pytest.approx(padding, abs=0.00005)
+
+
+def test_weights_on_each_card_are_as_vllm_reports_them():
+    # The same log: 74.2812 GiB on each of the two cards.
+    model = sample("qwen3-next-80b-a3b")
+    assert model.weight_bytes(Split(2)).total / GIB == pytest.approx(74.2812, rel=0.001)
+
+
+def test_the_state_of_qwen3_5_has_the_reported_bytes_on_one_of_8_cards():
+    # vllm-project/vllm-ascend#7393: Qwen3.5 35B with 8 cards has 262,144 bytes of recurrent state in a layer.
+    state = next(layer.mixer for layer in sample("qwen3.5-35b-a3b").layers if isinstance(layer.mixer, RecurrentState))
+    assert state.heads // 8 * state.head_elements * state.state_bits / 8 == 262_144
+
+
+@given(
+    tokens=st.integers(0, 10_000),
+    more=st.integers(0, 10_000),
+    split=st.builds(Split, st.sampled_from([1, 2, 4, 8]), st.integers(1, 4)),
+    kv_bits=st.sampled_from([16.0, 8.0, 4.5]),
+)
+def test_a_longer_sequence_never_holds_less_and_grows_by_the_cost_of_a_token(tokens, more, split, kv_bits):
+    model = shape(PLAIN, WINDOWED, LATENT, STATE, BLIND)
+    short, long = (model.sequence_bytes(count, kv_bits, split) for count in (tokens, tokens + more))
+    assert short <= long
+    clipped = max(0, tokens - 100) and more
+    stages = [[model.layers[number] for number in stage] for stage in model.stages(split.pipeline)]
+    if clipped and split.pipeline == 1:
+        assert long - short == pytest.approx(more * model.kv_bytes_per_token(kv_bits, split), abs=more + 1)
+    assert sum(map(len, stages)) == len(model.layers)
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "sizes"),
+    [
+        (80, 4, [20, 20, 20, 20]),
+        # vLLM gives what is left over to the stages before the last.
+        (61, 2, [31, 30]),
+        (61, 4, [15, 15, 16, 15]),
+        (62, 4, [15, 16, 16, 15]),
+        (63, 4, [16, 16, 16, 15]),
+        (5, 5, [1, 1, 1, 1, 1]),
+    ],
+)
+def test_layers_that_do_not_divide_go_to_the_middle_stages(layers, stages, sizes):
+    parts = shape(*[PLAIN] * layers).stages(stages)
+    assert [len(part) for part in parts] == sizes
+    assert [number for part in parts for number in part] == list(range(layers))
 
 
 @given(
@@ -178,23 +219,121 @@ def test_reported_pools_hold_the_reported_tokens(tmp_path, config, reported_gib,
     pipeline=st.integers(1, 4),
 )
 def test_the_fullest_card_holds_at_least_its_share_and_never_the_whole(name, tensor, pipeline):
-    shape = read_model(name)
-    part = shape.on_card(Split(tensor, pipeline)).total
+    model = read_model(name)
+    part = model.on_card(Split(tensor, pipeline)).total
     cards = tensor * pipeline
-    assert part >= shape.total_parameters / cards
-    assert part <= shape.total_parameters / cards * 1.25 + shape.vocabulary * shape.hidden
+    assert part >= model.total_parameters / cards
+    assert part <= model.total_parameters / cards * 1.25 + model.vocabulary * model.hidden
+    assert model.weight_bytes(Split(tensor, pipeline)).total == 2 * part
 
 
 def test_expert_parallelism_divides_nothing_but_experts():
-    shape = read_model("hy3")
-    whole, spread = shape.on_card(Split()), shape.on_card(Split(expert=8))
+    model = read_model("hy3")
+    whole, spread = model.on_card(Split()), model.on_card(Split(expert=8))
     assert spread.experts * 8 == whole.experts
     assert replace(spread, experts=whole.experts) == whole
 
 
 def test_expert_parallelism_inside_a_tensor_split_holds_as_much_as_without():
-    shape = read_model("hy3")
-    assert shape.on_card(Split(8, 1, 8)) == shape.on_card(Split(8)) == shape.on_card(Split(8, 1, 4))
+    model = read_model("hy3")
+    assert model.on_card(Split(8, 1, 8)) == model.on_card(Split(8)) == model.on_card(Split(8, 1, 4))
+
+
+def test_projections_down_to_a_latent_are_on_every_card_and_those_up_from_it_are_divided():
+    mixer = LatentAttention(32, 512, 64, 128, 128, 256, Indexer(4, 128))
+    model = shape(replace(LATENT, mixer=mixer))
+    whole, part = model.on_card(Split()), model.on_card(Split(8))
+    down = 64 * 256 + 64 * (512 + 64)
+    index = 256 * 4 * 128 + 64 * 128 + 64 * 4
+    assert whole.key_value == part.key_value == down + index
+    assert whole.query == 8 * part.query == 256 * 32 * 192 + 512 * 32 * 256 + 64 * 32 * 128
+
+
+def test_the_stage_with_most_bytes_counts_and_a_tied_matrix_is_on_both_ends():
+    untied, tied = shape(PLAIN, PLAIN, PLAIN), shape(PLAIN, PLAIN, PLAIN, tied_embeddings=True, other=64)
+    matrix = 64 * 320
+    assert (untied.on_card(Split()).embedding, untied.on_card(Split()).head) == (matrix, matrix)
+    assert (tied.on_card(Split()).embedding, tied.on_card(Split()).head) == (matrix, 0)
+    # Of two stages the first has two layers and the embedding.
+    first = untied.on_card(Split(1, 2))
+    assert (first.embedding, first.head) == (matrix, 0)
+    assert first.dense == 2 * 3 * 64 * 1000
+    last = shape(PLAIN, PLAIN, tied_embeddings=True, other=64).on_card(Split(1, 2))
+    assert (last.embedding, last.head, last.other) == (0, matrix, 256 + 64)
+
+
+def test_modules_for_multi_token_prediction_are_on_the_last_stage_when_they_are_used():
+    model = read_model("hy3")
+    without, used = model.weight_bytes(), model.weight_bytes(mtp_layers=1)
+    assert used.total - without.total == 2 * model.mtp_parameters
+    assert model.kv_bytes_per_token(mtp_layers=1) - model.kv_bytes_per_token() == 4096
+    assert model.on_card(Split(1, 4), mtp_layers=1).head
+    with pytest.raises(ConfigError, match="1 modules for multi-token prediction, not 2"):
+        model.kv_bytes_per_token(mtp_layers=2)
+    with pytest.raises(ConfigError, match="not 2"):
+        model.weight_bytes(mtp_layers=2)
+
+
+def test_layers_may_have_a_mixer_or_a_feed_forward_part_only():
+    model = shape(STATE, BLIND, other=64)
+    assert model.total_parameters == 2 * 64 * 320 + 1000 + 2 * 64 * 1000 + 64
+    assert model.kv_bytes_per_token() == 0
+    assert (model.experts, model.expert_layers, model.experts_per_token) == (0, 0, 0)
+
+
+def test_a_layer_that_reads_the_keys_and_values_of_another_has_none():
+    shared = replace(PLAIN, mixer=replace(PLAIN.mixer, shares_kv=True))
+    assert shape(PLAIN, shared).parameters.key_value == shape(PLAIN).parameters.key_value
+    assert shape(PLAIN, shared).sequence_bytes(100) == shape(PLAIN).sequence_bytes(100)
+
+
+def test_values_that_are_keys_save_weights_and_no_cache():
+    alike = replace(PLAIN, mixer=replace(PLAIN.mixer, value_is_key=True))
+    assert 2 * shape(alike).parameters.key_value == shape(PLAIN).parameters.key_value
+    assert shape(alike).kv_bytes_per_token() == shape(PLAIN).kv_bytes_per_token()
+
+
+def test_bits_are_asked_for_module_by_module():
+    class Narrow:
+        method = "test"
+        activation_bits = None
+
+        def __init__(self):
+            self.asked = set()
+
+        def bits(self, module, columns=None):
+            self.asked.add(module)
+            return 4.0 if ".experts." in module else 16.0
+
+    narrow = Narrow()
+    model = shape(LATENT, LATENT, quantization=narrow)
+    stored, count = model.weight_bytes(), model.parameters
+    assert stored.experts == count.experts / 2
+    assert replace(stored, experts=2 * count.experts) == Weights(
+        *(2 * getattr(count, kind) for kind in Weights.__dataclass_fields__)
+    )
+    assert {"model.embed_tokens", "lm_head", "model.layers.1.mlp.experts.0.gate_proj", "model.layers.0.mlp.gate"} <= (
+        narrow.asked
+    )
+
+
+def test_norms_and_biases_keep_16_bits():
+    layer = Layer(Attention(4, 4, 16, other=10), Experts(4, 1, 8, bias=7, other=3), norms=5)
+    narrow = shape(layer, quantization=UniformBits(4.0))
+    plain = shape(layer)
+    assert narrow.weight_bytes().other == plain.weight_bytes().other == 2 * 18
+    assert narrow.weight_bytes().experts - plain.weight_bytes().experts / 4 == 4 * 7 * 2 * 0.75
+
+
+def test_with_bits_leaves_embedding_and_output_unless_told():
+    model = read_model("llama-3.1-8b")
+    matrix = model.vocabulary * model.hidden
+    assert model.with_bits(8).weight_bytes().embedding == 2 * matrix
+    assert model.with_bits(8, 8).weight_bytes().head == matrix
+    assert model.with_bits(8).with_bits(4).weight_bytes().embedding == 2 * matrix
+    assert model.with_bits(8).quantization.activation_bits == 8
+    assert model.with_bits(4.85).quantization.activation_bits is None
+    assert model.with_bits(4.85).quantization.method == "4.85 bits"
 
 
 @pytest.mark.parametrize(
@@ -204,11 +343,23 @@ def test_expert_parallelism_inside_a_tensor_split_holds_as_much_as_without():
         ("hy3", Split(1, 81), "80 layers"),
         ("hy3", Split(1, 1, 5), "192 experts"),
         ("llama-3.1-8b", Split(1, 1, 2), "no experts"),
+        ("deepseek-v3", Split(3), "128 attention heads"),
+        ("falcon-7b", Split(2), "71 attention heads"),
+        ("phi-4", Split(4), "10 key-value heads"),
+        ("qwen3-next-80b-a3b", Split(32), "16 attention heads"),
     ],
 )
 def test_a_split_that_does_not_divide_is_refused(name, split, said):
     with pytest.raises(ConfigError, match=said):
-        read_model(name).on_card(split)
+        sample(name).on_card(split)
+
+
+def test_recurrent_layers_divide_by_their_heads_and_groups():
+    with pytest.raises(ConfigError, match="32 heads in its recurrent layers"):
+        shape(STATE).check_split(Split(5))
+    with pytest.raises(ConfigError, match="8 groups in its recurrent layers"):
+        shape(STATE).check_split(Split(16))
+    shape(replace(STATE, mixer=replace(STATE.mixer, groups=1))).check_split(Split(16))
 
 
 def test_a_split_of_nothing_is_refused():
@@ -216,140 +367,17 @@ def test_a_split_of_nothing_is_refused():
         Split(tensor=0)
 
 
-def test_key_value_heads_that_neither_divide_nor_are_divided_are_refused(tmp_path):
-    shape = of(tmp_path, MISTRAL | {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128})
-    with pytest.raises(ConfigError, match="8 key-value heads"):
-        shape.check_split(Split(12))
+def test_active_parameters_count_the_experts_that_a_token_meets():
+    model = shape(LATENT, LATENT)
+    idle = 2 * 14 * 3 * 64 * 64
+    assert model.total_parameters - model.active_parameters == idle
+    assert model.active_parameters - model.active_without_embedding == 64 * 320
+    tied = replace(model, tied_embeddings=True)
+    assert tied.active_without_embedding == tied.active_parameters
 
 
-def test_hy3_reads_alike_in_both_spellings(tmp_path):
-    shape = read_model("hy3")
-    config = {
-        "model_type": "hy_v3",
-        "num_hidden_layers": 80,
-        "hidden_size": 4096,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 120832,
-        "max_position_embeddings": 262144,
-        "intermediate_size": 13312,
-        "mlp_layer_types": ["dense"] + ["sparse"] * 79,
-        "num_local_experts": 192,
-        "num_experts_per_tok": 8,
-        "expert_hidden_dim": 1536,
-        "num_nextn_predict_layers": 1,
-    }
-    assert replace(of(tmp_path, config), name="hy3") == shape
-    assert (shape.layers, shape.dense_layers, shape.expert_layers, shape.mtp_layers) == (80, 1, 79, 1)
-    with pytest.raises(ConfigError, match="each of the 80 layers"):
-        of(tmp_path, config | {"mlp_layer_types": ["dense"]})
-
-
-def test_layers_without_experts_between_those_with_them_are_counted(tmp_path):
-    config = QWEN15_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}
-    shape = of(tmp_path, config)
-    assert shape.dense_layers == 13
-    assert shape.intermediate == 5632
-
-
-@pytest.mark.parametrize(
-    ("quantisation", "bits"),
-    [
-        ({"quant_method": "fp8"}, 8.0),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.15625),
-        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, 4.0),
-        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 8.1875),
-    ],
-)
-def test_quantisation_narrows_layers_and_leaves_the_embedding(tmp_path, quantisation, bits):
-    shape = of(tmp_path, QWEN3_14B | {"quantization_config": quantisation})
-    assert (shape.weight_bits, shape.embedding_bits) == (bits, 16.0)
-    parts = shape.parameters
-    layers = parts.always_read + parts.experts - parts.other
-    assert shape.weight_bytes(parts) == pytest.approx(
-        layers * bits / 8 + 2 * (parts.embedding + parts.head + parts.other), abs=1
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"model_type": "mamba2"}, "model_type 'mamba2' is not known; known: llama"),
-        ({"model_type": None}, "model_type None"),
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"hidden_size": "5120"}, "hidden_size is '5120'"),
-        ({"hidden_size": True}, "hidden_size is True"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        ({"num_key_value_heads": 7}, "cannot share 7"),
-        ({"use_sliding_window": True}, "sliding-window attention of qwen3 is not known"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
-        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype 'float8_e4m3fn'"),
-        ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm' is not known"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "group_size is missing"),
-        ({"quantization_config": []}, "must be an object"),
-    ],
-)
-def test_what_is_missing_or_unknown_is_refused_with_the_file(tmp_path, change, said):
-    path = written(tmp_path, QWEN3_14B | change)
-    with pytest.raises(ConfigError) as caught:
-        read_model(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"num_experts_per_tok": 61}, "num_experts_per_tok is 61"),
-        ({"mlp_only_layers": 3}, "must be a list"),
-        ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
-    ],
-)
-def test_impossible_experts_are_refused(tmp_path, change, said):
-    with pytest.raises(ConfigError, match=said):
-        of(tmp_path, QWEN15_MOE | change)
-
-
-def test_mistral_with_a_window_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="sliding_window is set"):
-        of(tmp_path, MISTRAL | {"sliding_window": 4096})
-
-
-@pytest.mark.parametrize("body", ["{", "[1]", "[" * 100_000, "\x00"])
-def test_a_file_that_is_no_configuration_is_refused(tmp_path, body):
-    path = tmp_path / "config.json"
-    path.write_text(body, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"config\.json: "):
-        read_model(path)
-
-
-def test_a_file_of_weights_is_not_read_whole(tmp_path):
-    path = tmp_path / "model.json"
-    path.write_bytes(b" " * (2**20 + 1))
-    with pytest.raises(ConfigError, match="larger than"):
-        read_model(path)
-
-
-def test_a_name_that_is_not_known_gets_the_nearest(tmp_path):
-    with pytest.raises(ConfigError, match="did you mean 'qwen3-30b-a3b'"):
-        read_model("qwen3-30b-a3")
-    with pytest.raises(ConfigError, match="built-in models: hy3, "):
-        read_model(str(tmp_path / "nothing"))
-
-
-def test_a_folder_a_file_and_a_name_are_all_taken(tmp_path):
-    path = written(tmp_path, QWEN3_14B)
-    assert read_model(path) == read_model(path.parent) == read_model(str(path))
-    assert read_model(path).name == "some-model"
-    assert [read_model(name.upper()).name for name in BUILT_IN_MODELS] == list(BUILT_IN_MODELS)
-    other = path.rename(path.with_name("qwen3-14b.json"))
-    assert read_model(other).name == "qwen3-14b"
-
-
-def test_biases_are_counted(tmp_path):
-    plain = of(tmp_path, MISTRAL)
-    biased = of(tmp_path, MISTRAL | {"attention_bias": True, "mlp_bias": True})
-    per_layer = (32 + 2 * 8) * 128 + 4096 + 2 * 14336 + 4096
-    assert biased.total_parameters - plain.total_parameters == 32 * per_layer
+def test_experts_in_a_latent_are_narrower_and_have_projections_to_it():
+    model = shape(Layer(None, Experts(16, 2, 64, gated=False, latent=32)))
+    parameters = model.parameters
+    assert parameters.experts == 16 * 2 * 32 * 64
+    assert parameters.dense == 2 * 64 * 32
