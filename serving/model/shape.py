@@ -620,6 +620,11 @@ class ModelShape:
         """All parameters without those for multi-token prediction."""
         return _parameters(self._stage_modules(0, Split(), 0), Split())
 
+    def named_modules(self) -> Iterator[tuple[str, Module]]:
+        """All weight modules with their full names, those for multi-token prediction last."""
+        for prefix, module in self._stage_modules(0, Split(), len(self.mtp)):
+            yield prefix + module.name, module
+
     @property
     def total_parameters(self) -> int:
         """Parameters of the model without those for multi-token prediction."""

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from serving.errors import ConfigError
 from serving.model.families import shape_of
+from serving.model.gguf import part_names, read_gguf
+from serving.model.gguf_model import shape_of_gguf
 from serving.model.shape import ModelShape
 
 __all__ = ["BUILT_IN_MODELS", "read_model"]
@@ -21,24 +23,42 @@ def read_model(source: str | Path) -> ModelShape:
     """Read a model's shape.
 
     Args:
-        source: a `config.json`, a folder that has one, or one of the names in `BUILT_IN_MODELS`.
+        source: a `config.json`, a GGUF file (of a model that is split, any one), a folder with either, or one of the
+            names in `BUILT_IN_MODELS`.
 
     Raises:
-        ConfigError: there is no such file or name, it is not a model's configuration, or something in it is missing or
-            not known. The message names the file.
+        ConfigError: there is no such file or name, it describes no model, or something in it is missing or not known.
+            The message names the file.
     """
     name = str(source)
     if name.lower() in _BUILT_IN:
         return shape_of(_BUILT_IN[name.lower()], name=name.lower(), where=f"built-in model {name.lower()}")
     path = Path(source)
     if path.is_dir():
-        path /= "config.json"
+        path = _in_folder(path)
     if not path.is_file():
         close = difflib.get_close_matches(name.lower(), BUILT_IN_MODELS, n=1)
         advice = f"; did you mean {close[0]!r}?" if close else f"; built-in models: {', '.join(BUILT_IN_MODELS)}"
         raise ConfigError(f"{path}: no such file, nor a model known by that name{advice}")
+    if path.suffix.lower() == ".gguf":
+        return shape_of_gguf(read_gguf(path), name=path.stem)
     title = path.resolve().parent.name if path.name == "config.json" else path.stem
     return shape_of(_read_json(path), name=title, where=str(path), folder=path.parent)
+
+
+def _in_folder(folder: Path) -> Path:
+    """The file that describes the model in a folder: its `config.json`, or else its only GGUF model."""
+    config = folder / "config.json"
+    if config.is_file():
+        return config
+    # A vision part lies beside the model in a file of its own.
+    files = [path for path in sorted(folder.glob("*.gguf")) if "mmproj" not in path.name.lower()]
+    if not files:
+        return config
+    if set(part_names(files[0])) != {path.name for path in files}:
+        names = ", ".join(path.name for path in files[:5])
+        raise ConfigError(f"{folder}: has several GGUF models ({names}); name one of the files")
+    return files[0]
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

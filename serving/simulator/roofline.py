@@ -13,8 +13,8 @@ takes as long as its arithmetic or its memory traffic, whichever is longer. A st
 A token that meets k of E experts at random leaves each untouched with probability 1 - k/E, so T tokens meet
 E (1 - (1 - k/E)^T) of them. That is why decoding alone is fast in a model of experts, and why a batch is less so.
 
-Layers that see a window read no more than it. Of latent attention prompts expand the latent, and decoding reads it as it
-is; where an indexer chooses tokens, all are counted as read, which is too much for long contexts.
+Layers that see a window read no more than it. Prompts expand the latents of latent attention, decoding reads them as
+they are; where an indexer chooses tokens, all are counted as read, which is too much for long contexts.
 
 The shares of peak and the overheads are in `Efficiency`; its docstring says what they were set by.
 """

@@ -1,6 +1,7 @@
 """A launch gives what the engine would give: pools as reported, clamps as logged, and failures with their numbers."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from serving.cards import CARDS, Card, Host, find_card
 from serving.errors import ConfigError
-from serving.model import ModelShape, read_model
+from serving.model import ModelShape, Split, read_model
 from serving.model.families import shape_of
 from serving.settings import Settings
 from serving.simulator.dialects.base import StartFailure
@@ -16,6 +17,7 @@ from serving.simulator.launch import LaunchFailure, launch
 from serving.simulator.spec import OnFull, ServerSpec, Work
 
 GIB = 2**30
+CONFIGS = Path(__file__).parents[2] / "samples" / "configs"
 H100_NVL = Card("NVIDIA H100 NVL", (), 95830 * 2**20, 3.9e12, 835e12, 1671e12, 300e9)
 RTX_6000_ADA = Card("NVIDIA RTX 6000 Ada Generation", (), 49140 * 2**20, 0.96e12, 364e12, 728e12, 32e9)
 QWEN3 = {
@@ -227,6 +229,27 @@ def test_a_token_budget_below_the_batch_is_refused_as_vllm_refuses_it():
     with pytest.raises(ConfigError, match="512 tokens a step are fewer than 1024 requests"):
         launch("vllm", model="qwen2.5-7b", card="h100", max_batch=1024, token_budget=512)
     assert launch("vllm", model="qwen2.5-7b", card="h100", token_budget=512).max_batch == 512
+
+
+@pytest.mark.parametrize(
+    ("name", "cards", "bits"),
+    [
+        ("deepseek-v3", 8, None),
+        ("gpt-oss-120b", 1, None),
+        ("qwen3-next-80b-a3b", 4, None),
+        ("kimi-linear-48b-a3b", 2, None),
+        ("nemotron-h-56b", 8, None),
+        ("llama-4-scout", 8, 8),
+    ],
+)
+def test_latents_windows_and_states_can_be_launched(name, cards, bits):
+    config = CONFIGS / f"{name}.json"
+    spec = launch("vllm", model=str(config), card="h200", cards=cards, weight_bits=bits, context_tokens=8192)
+    shape, split = read_model(config), Split(cards)
+    # The pool holds as many requests of full length as its bytes.
+    full = spec.memory.kv_cache_bytes / shape.sequence_bytes(8192, split=split)
+    assert spec.kv_capacity_tokens / 8192 == pytest.approx(full, rel=0.001)
+    assert 0 < spec.cost.seconds(Work(0, 0, 1, 1024)) < spec.cost.seconds(Work(0, 0, 64, 64 * 1024))
 
 
 # ---- SGLang

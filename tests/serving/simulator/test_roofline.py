@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,9 @@ QWEN_MOE = read_model("qwen3-30b-a3b")
 QWEN_MOE_4BIT = QWEN_MOE.with_bits(4.85, 4.85)
 MIXTRAL_4BIT = read_model("mixtral-8x7b").with_bits(4.85, 4.85)
 H200 = find_card("h200")
+CONFIGS = Path(__file__).parents[2] / "samples" / "configs"
+
+GPT_OSS = read_model(CONFIGS / "gpt-oss-120b.json")
 
 
 def dense(layers, hidden, heads, kv_heads, intermediate, vocabulary, *, tied=False) -> ModelShape:
@@ -293,7 +297,7 @@ def test_a_narrow_cache_is_read_faster():
 
 @st.composite
 def rooflines(draw) -> Roofline:
-    model = draw(st.sampled_from([HY3, LLAMA_8B, QWEN_MOE_4BIT, MIXTRAL_4BIT]))
+    model = draw(st.sampled_from([HY3, LLAMA_8B, QWEN_MOE_4BIT, MIXTRAL_4BIT, GPT_OSS]))
     tensor = draw(st.sampled_from([1, 2, 4, 8]))
     return Roofline(
         model,
@@ -345,6 +349,33 @@ def test_more_work_never_takes_less_time(cost, work, context, more):
         decode_context_tokens=work.decode_context_tokens + mean + 1,
     )
     assert cost.seconds(another) >= before * (1 - 1e-9)
+
+
+def test_a_window_bounds_what_a_longer_context_costs_and_a_state_does_not_depend_on_it():
+    gpt, nemotron = (read_model(CONFIGS / f"{name}.json") for name in ("gpt-oss-120b", "nemotron-h-56b"))
+    windowed = Roofline(gpt, H200)
+    everything = Roofline(
+        replace(gpt, layers=tuple(replace(one, mixer=replace(one.mixer, window=None)) for one in gpt.layers)), H200
+    )
+
+    def attention(cost, sequences, context):
+        return cost.terms(Work(0, 0, sequences, sequences * context)).decode_attention
+
+    assert attention(windowed, 8, 100) == pytest.approx(attention(everything, 8, 100))
+    # Half of the layers see 128 tokens only.
+    assert attention(windowed, 8, 100_000) == pytest.approx(attention(everything, 8, 100_000) / 2, rel=0.01)
+    recurrent = Roofline(nemotron, H200, split=Split(8))
+    assert attention(recurrent, 8, 1) == pytest.approx(8 * attention(recurrent, 1, 1))
+    assert attention(recurrent, 8, 1) > 0.9 * attention(recurrent, 8, 100)
+
+
+def test_decoding_reads_one_latent_where_a_prompt_expands_it():
+    latent = Roofline(read_model(CONFIGS / "deepseek-v3.json"), H200, split=Split(8))
+    # Each card reads all of it, so dividing the heads does not make it less.
+    wide = Roofline(read_model(CONFIGS / "deepseek-v3.json"), H200, split=Split(16))
+    work = Work(0, 0, 1, 32_768)
+    assert wide.terms(work).decode_attention == pytest.approx(latent.terms(work).decode_attention)
+    assert decode_speed(latent, 1, 1024) > 30
 
 
 def test_the_same_work_takes_the_same_time():
