@@ -135,7 +135,7 @@ def _estimate(source: str, settings: Settings | None) -> Estimate:
     kv_bits = 16.0
     if settings is not None:
         split = Split(settings.tensor_parallel_size or 1, settings.pipeline_parallel_size or 1)
-    weights = shape.weight_bytes(shape.on_card(split))
+    weights = shape.weight_bytes(split).total
     return Estimate(shape.name, shape.kv_bytes_per_token(kv_bits, split), weights)
 
 

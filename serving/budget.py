@@ -30,18 +30,24 @@ from serving.model import Attention, Layer, ModelShape, Split, UniformBits, Weig
 from serving.settings import Settings
 
 __all__ = [
+    "DRIVER_BYTES",
+    "FIT_MARGIN_BYTES",
     "KV_BITS",
     "Ask",
     "Budget",
     "Demand",
     "Step",
     "Terms",
+    "activation_bytes",
     "ask_for",
+    "card_terms",
     "kv_bits",
     "longest_context",
+    "memory_share",
     "newest_release",
     "pool_tokens",
     "request_bytes",
+    "step_sizes",
     "work_out",
 ]
 
@@ -365,7 +371,7 @@ _LIKELY: Final = _Guess()
 _WORST: Final = _Guess(communication=1.8, workspace=1.4, driver=1.5)
 _BEST: Final = _Guess(communication=0.5, workspace=0.7, driver=0.7)
 
-_DRIVER_BYTES: Final = 450 * _MIB
+DRIVER_BYTES: Final = 450 * _MIB
 """What the driver keeps of the memory that NVML shows as total."""
 
 
@@ -514,10 +520,29 @@ class _Fixed:
 
 def _fix(ask: Ask) -> _Fixed:
     weights, host = ask.account.weigh(ask)
-    return _Fixed(weights, host, _activation_bytes(ask))
+    return _Fixed(weights, host, activation_bytes(ask))
 
 
-def _activation_bytes(ask: Ask) -> int:
+def card_terms(ask: Ask, *, weights_bytes: int | None = None) -> Terms:
+    """The terms of a card that is started just so, whatever fits; `weights_bytes` are on it, where that is known."""
+    fixed = _fix(ask) if weights_bytes is None else _Fixed(weights_bytes, 0, activation_bytes(ask))
+    return ask.account.terms(ask, fixed, _LIKELY)
+
+
+def step_sizes(ask: Ask) -> tuple[int, int]:
+    """(tokens of a step, requests at once) of one copy, as given or by the engine's defaults.
+
+    For SGLang the second is the largest batch with a graph, and for llama.cpp the first is the logical batch.
+    """
+    return ask.account.sizes(ask)
+
+
+def memory_share(ask: Ask) -> float:
+    """The share of a card's memory that the engine takes, as given or by its default; each means its own by it."""
+    return ask.account.share(ask)
+
+
+def activation_bytes(ask: Ask) -> int:
     """Peak activations of one token on one card, in 16 bits: the residual, its norm, and the widest part of a layer."""
     model, split = ask.model, ask.split
     mixers = {layer.mixer for layer in model.layers if layer.mixer is not None}
@@ -556,11 +581,15 @@ _MOE_CHUNK_TOKENS: Final = 32768
 """More tokens than this go through the experts in turns."""
 
 
+def _vllm_share(ask: Ask) -> float:
+    """`gpu_memory_utilization`."""
+    return ask.utilization or (0.92 if ask.version >= _NEW_SHARE else 0.9)
+
+
 def _vllm_terms(ask: Ask, fixed: _Fixed, guess: _Guess) -> Terms:
     budget, batch = _vllm_sizes(ask)
-    driver = round(_DRIVER_BYTES * guess.driver)
+    driver = round(DRIVER_BYTES * guess.driver)
     usable = ask.card_bytes - driver
-    share = ask.utilization or (0.92 if ask.version >= _NEW_SHARE else 0.9)
     weights = fixed.weights
     tokens = budget
     if ask.copies > 1 and ask.split.expert > 1:
@@ -569,9 +598,9 @@ def _vllm_terms(ask: Ask, fixed: _Fixed, guess: _Guess) -> Terms:
     sampling = logit * batch * ask.model.vocabulary
     workspace = round(max(fixed.activation * tokens, sampling) * guess.workspace)
     communication = round((_CODE_BYTES + (_LINK_BYTES if ask.cards > 1 else 0)) * guess.communication)
-    graphs = _graph_bytes(ask, batch)
+    graphs = _graph_bytes(ask, batch, 0.28)
     counted = graphs if ask.version >= _GRAPHS_COUNTED else 0
-    pool = int(usable * share) - weights - communication - workspace - counted
+    pool = int(usable * _vllm_share(ask)) - weights - communication - workspace - counted
     elsewhere = max(0, usable - ask.free_bytes) if ask.free_bytes is not None else 0
     return Terms(
         weights=weights,
@@ -584,12 +613,12 @@ def _vllm_terms(ask: Ask, fixed: _Fixed, guess: _Guess) -> Terms:
     )
 
 
-def _graph_bytes(ask: Ask, batch: int) -> int:
+def _graph_bytes(ask: Ask, batch: int, layer_mib: float) -> int:
     """Captured graphs: a fixed part, and one for each layer and size of batch; up to 512 requests have one."""
     if not ask.graphs:
         return 0
     sizes = 3 + min(batch, 512) / 8
-    return round(150 * _MIB + sizes * len(ask.model.layers) / ask.split.pipeline * 0.28 * _MIB)
+    return round(150 * _MIB + sizes * len(ask.model.layers) / ask.split.pipeline * layer_mib * _MIB)
 
 
 def _torch_weights(ask: Ask) -> tuple[int, int]:
@@ -649,7 +678,7 @@ def _sglang_fraction(ask: Ask) -> float:
 
 def _sglang_terms(ask: Ask, fixed: _Fixed, guess: _Guess) -> Terms:
     chunk, graph_batch = _sglang_sizes(ask)
-    driver = round(_DRIVER_BYTES * guess.driver)
+    driver = round(DRIVER_BYTES * guess.driver)
     usable = ask.card_bytes - driver
     free = usable if ask.free_bytes is None else min(usable, ask.free_bytes)
     elsewhere = usable - free
@@ -657,7 +686,7 @@ def _sglang_terms(ask: Ask, fixed: _Fixed, guess: _Guess) -> Terms:
     weights = fixed.weights
     loading = round(150 * _MIB * guess.communication)
     pool = int(free * _sglang_fraction(ask)) - weights - loading
-    graphs = _graph_bytes(ask, graph_batch)
+    graphs = _graph_bytes(ask, graph_batch, 0.5)
     workspace = round(fixed.activation * chunk * guess.workspace)
     communication = round(_SGLANG_OVERHEAD_BYTES * guess.communication) + loading
     return Terms(
@@ -671,23 +700,26 @@ def _sglang_terms(ask: Ask, fixed: _Fixed, guess: _Guess) -> Terms:
     )
 
 
+def _llamacpp_share(ask: Ask) -> float:
+    return ask.utilization or 1.0
+
+
 def _llamacpp_sizes(ask: Ask) -> tuple[int, int]:
     """(logical batch, slots)."""
     return ask.token_budget or 2048, ask.max_batch or 4
 
 
-_FIT_MARGIN_BYTES: Final = 1024 * _MIB
+FIT_MARGIN_BYTES: Final = 1024 * _MIB
 """What llama.cpp leaves free on a card when it fits what it loads to it."""
 
 
 def _llamacpp_terms(ask: Ask, fixed: _Fixed, guess: _Guess) -> Terms:
-    driver = round(_DRIVER_BYTES * guess.driver)
+    driver = round(DRIVER_BYTES * guess.driver)
     usable = ask.card_bytes - driver
     free = usable if ask.free_bytes is None else min(usable, ask.free_bytes)
     workspace = round(ask.physical_tokens * (4 * ask.model.vocabulary + fixed.activation) * guess.workspace)
     communication = round(300 * _MIB * guess.communication)
-    share = ask.utilization or 1.0
-    kept = round(free * (1 - share)) if ask.utilization else _FIT_MARGIN_BYTES
+    kept = round(free * (1 - ask.utilization)) if ask.utilization else FIT_MARGIN_BYTES
     pool = free - kept - fixed.weights - workspace - communication
     return Terms(
         weights=fixed.weights,
@@ -832,7 +864,7 @@ def _refusal(ask: Ask, terms: Terms, longest: float) -> tuple[str, str] | None:
     if terms.weights > usable:
         return "weights", f"the weights need {_gib(terms.weights)} on each card and {_gib(usable)} are there"
     if terms.elsewhere and terms.reserve < 0:
-        most = 1 - (terms.elsewhere + _DRIVER_BYTES) / ask.card_bytes
+        most = 1 - (terms.elsewhere + DRIVER_BYTES) / ask.card_bytes
         return "elsewhere", (
             f"other processes hold {_gib(terms.elsewhere)}, so that the engine's share of the card is not free; "
             f"end them, or lower the share below {math.floor(most * 100) / 100:g}"
@@ -970,6 +1002,7 @@ class _Account:
         request: bytes that a request of a length holds.
         tokens: tokens that a pool of so many bytes holds.
         sizes: (tokens of a step, requests at once) in effect.
+        share: of the memory that it takes.
         weigh: (bytes of weights on the fullest card, bytes in main memory).
         offloads: weights may stay in main memory, and the context may be stretched.
         refuses_long: does not start where one request of full context does not fit.
@@ -981,6 +1014,7 @@ class _Account:
     tokens: Callable[[Ask, int], int]
     sizes: Callable[[Ask], tuple[int, int]]
     weigh: Callable[[Ask], tuple[int, int]]
+    share: Callable[[Ask], float]
     offloads: bool = False
     refuses_long: bool = False
 
@@ -988,9 +1022,18 @@ class _Account:
 _ACCOUNTS: Final[Mapping[str, _Account]] = MappingProxyType(
     {
         "vllm": _Account(
-            "0.33.0", _vllm_terms, _paged_request, _paged_tokens, _vllm_sizes, _vllm_weights, refuses_long=True
+            "0.33.0",
+            _vllm_terms,
+            _paged_request,
+            _paged_tokens,
+            _vllm_sizes,
+            _vllm_weights,
+            _vllm_share,
+            refuses_long=True,
         ),
-        "sglang": _Account("0.5.23", _sglang_terms, _pooled_request, _pooled_tokens, _sglang_sizes, _torch_weights),
+        "sglang": _Account(
+            "0.5.23", _sglang_terms, _pooled_request, _pooled_tokens, _sglang_sizes, _torch_weights, _sglang_fraction
+        ),
         "llamacpp": _Account(
             "b11434",
             _llamacpp_terms,
@@ -998,6 +1041,7 @@ _ACCOUNTS: Final[Mapping[str, _Account]] = MappingProxyType(
             _cells_tokens,
             _llamacpp_sizes,
             _ggml_weights,
+            _llamacpp_share,
             offloads=True,
             refuses_long=True,
         ),

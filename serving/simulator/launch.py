@@ -16,8 +16,7 @@ Pools are counted in tokens that cost alike. Where layers see a window or keep a
 request of full length, so that the pool holds as many of those as it should, but fewer short ones than a real one where
 windows, and more where states make the difference.
 
-What cannot be known (code, workspace of kernels, buffers of the links) is a constant here, set so that published sizes
-of the KV pool come out within a tenth.
+What each card's memory is spent on is `serving.budget`'s to say.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,6 +24,18 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
+from serving.budget import (
+    DRIVER_BYTES,
+    FIT_MARGIN_BYTES,
+    Ask,
+    Terms,
+    activation_bytes,
+    card_terms,
+    kv_bits,
+    memory_share,
+    newest_release,
+    step_sizes,
+)
 from serving.cards import Card, Host, find_card
 from serving.engines import ENGINES
 from serving.errors import ConfigError
@@ -38,20 +49,6 @@ from serving.simulator.spec import MemoryPlan, OnFull, Policy, ServerSpec
 __all__ = ["LaunchFailure", "launch"]
 
 _GIB: Final = 2**30
-_MIB: Final = 2**20
-_DRIVER_BYTES: Final = 512 * _MIB
-"""What the driver keeps of the memory that it shows as total."""
-_CONTEXT_BYTES: Final = 600 * _MIB
-"""Code and libraries of a PyTorch engine on each card."""
-_LINK_BYTES: Final = 600 * _MIB
-"""Buffers for exchange with other cards."""
-_GRAPH_BYTES: Final = 512 * _MIB
-"""Captured graphs of decode steps."""
-_GGML_CONTEXT_BYTES: Final = 300 * _MIB
-_FIT_MARGIN_BYTES: Final = 1024 * _MIB
-"""What llama.cpp leaves free on a card when it fits the context to it."""
-_LOGIT_BYTES: Final = 10
-"""For each token of the vocabulary and each request: logits in 16 and 32 bits, and what sampling adds."""
 _LOAD_BYTES_PER_SECOND: Final = 3e9
 """From a local disk."""
 
@@ -59,20 +56,6 @@ _NULL_BLOCK_COUNTED: Final = (0, 32)
 """The first vLLM that is imitated here whose check of the pool leaves out the null block."""
 _LIVE_COUNTERS: Final = (0, 5, 6)
 """The first SGLang that counts tokens as they come."""
-_KV_BITS: Final[Mapping[str, float]] = MappingProxyType(
-    {
-        **dict.fromkeys(("auto", "bf16", "bfloat16", "f16", "fp16", "float16", "half"), 16.0),
-        **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "int8"), 8.0),
-        "f32": 32.0,
-        "q8_0": 8.5,
-        "q5_1": 6.0,
-        "q5_0": 5.5,
-        "q4_1": 5.0,
-        "q4_0": 4.5,
-        "iq4_nl": 4.5,
-    }
-)
-"""Bits of an element of the KV cache by the engines' names for its type; ggml's blocks of 32 share a scale."""
 
 
 class LaunchFailure(ConfigError):  # noqa: N818 # a start that failed is an answer of the simulation
@@ -94,12 +77,14 @@ class _Launch:
     """What was asked for, with its defaults filled in as far as they are the same for all engines.
 
     Attributes:
+        ask: the same in the words of the budget.
         usable_bytes: memory of one card that a program can get.
         weights_bytes: weights on the fullest card.
         kv_token_bytes: one token in the KV cache of one card.
         activation_token_bytes: activations of one token while it goes through a layer, on one card.
     """
 
+    ask: Ask
     engine: str
     release: str
     served: str
@@ -107,7 +92,6 @@ class _Launch:
     card: Card
     split: Split
     kv_type: str
-    kv_bits: float
     cost: Roofline
     utilization: float | None
     max_batch: int | None
@@ -128,6 +112,10 @@ class _Launch:
     @property
     def cards(self) -> int:
         return self.split.tensor * self.split.pipeline
+
+    def terms(self, max_batch: int) -> Terms:
+        """What the fullest card's memory is spent on when so many requests may run at once."""
+        return card_terms(replace(self.ask, max_batch=max_batch), weights_bytes=self.weights_bytes)
 
     def spec(
         self,
@@ -256,7 +244,12 @@ def launch(
             raise ConfigError(f"weight_bits is {weight_bits:g}; it must be between 1 and 32")
         # A GGUF file's bits are an average over everything in it; other files leave embedding and output matrix alone.
         shape = shape.with_bits(weight_bits, weight_bits if habits.is_ggml else None)
-    if not habits.is_ggml and (host_expert_ratio or partitioned is not None or physical_batch_tokens):
+    if habits.is_ggml:
+        if partitioned is None and asked.kv_unified is not None:
+            partitioned = not asked.kv_unified
+        physical_batch_tokens = physical_batch_tokens or asked.physical_batch_tokens
+        host_expert_ratio = host_expert_ratio or _kept_experts(asked, shape)
+    elif host_expert_ratio or partitioned is not None or physical_batch_tokens:
         raise ConfigError(
             f"experts in main memory, slots that share a KV cache and a physical batch mean nothing to {engine}"
         )
@@ -275,10 +268,7 @@ def launch(
     which = find_card(card) if isinstance(card, str) else card
     split = _split(habits, shape, asked, cards)
     kv_name = (asked.kv_cache_dtype or "auto").lower()
-    if kv_name not in _KV_BITS:
-        raise ConfigError(
-            f"{asked.where('kv_cache_dtype')}: kv_cache_dtype {kv_name!r} is not known; known: {', '.join(_KV_BITS)}"
-        )
+    width = kv_bits(kv_name, asked.where("kv_cache_dtype"))
     context = context_tokens or asked.max_model_len
     if context is not None and context > shape.context_tokens and not habits.is_ggml:
         raise ConfigError(
@@ -291,42 +281,67 @@ def launch(
         # The input embedding stays in main memory; where it is the output matrix too, the card has a copy.
         on_card = replace(on_card, embedding=0, head=on_card.head or on_card.embedding)
         on_card = replace(on_card, experts=on_card.experts - round(on_card.experts * host_expert_ratio))
-    start = _Launch(
+    ask = Ask(
+        model=shape,
+        card_bytes=which.memory_bytes,
+        card_name=which.name,
         engine=engine,
-        release=release or habits.release,
+        split=split,
+        release=release,
+        utilization=asked.gpu_memory_utilization,
+        kv_bits=width,
+        context_tokens=context,
+        token_budget=token_budget or asked.max_num_batched_tokens,
+        max_batch=max_batch or asked.max_batch_size,
+        block_tokens=block_tokens,
+        physical_tokens=physical or 512,
+    )
+    start = _Launch(
+        ask=ask,
+        engine=engine,
+        release=release or newest_release(engine),
         served=asked.model or shape.name,
         model=shape,
         card=which,
         split=split,
-        kv_bits=_KV_BITS[kv_name],
         cost=Roofline(
             shape,
             which,
             split=split,
-            kv_bits=_KV_BITS[kv_name],
+            kv_bits=width,
             host=host,
             host_expert_ratio=host_expert_ratio,
             physical_batch_tokens=physical,
             efficiency=efficiency,
         ),
-        utilization=asked.gpu_memory_utilization,
-        max_batch=max_batch or asked.max_batch_size,
+        utilization=ask.utilization,
+        max_batch=ask.max_batch,
         context_tokens=longest,
         context_given=context is not None,
-        token_budget=token_budget or asked.max_num_batched_tokens,
+        token_budget=ask.token_budget,
         block_tokens=block_tokens,
         kv_blocks=kv_blocks,
         kv_tokens=asked.kv_cache_capacity_tokens,
         partitioned=partitioned,
         physical_tokens=physical or 0,
         host_expert_ratio=host_expert_ratio,
-        usable_bytes=which.memory_bytes - _DRIVER_BYTES,
+        usable_bytes=which.memory_bytes - DRIVER_BYTES,
         weights_bytes=on_card.total,
-        kv_token_bytes=-(-shape.sequence_bytes(longest, _KV_BITS[kv_name], split) // longest),
-        activation_token_bytes=_activation_bytes(shape, split),
+        kv_token_bytes=-(-shape.sequence_bytes(longest, width, split) // longest),
+        activation_token_bytes=activation_bytes(ask),
         kv_type=kv_name,
     )
     return habits.start(start)
+
+
+def _kept_experts(settings: Settings, model: ModelShape) -> float:
+    """Share of the layers with experts whose experts the file leaves in main memory."""
+    kept = settings.cpu_moe_layers
+    if kept is None or not model.expert_layers:
+        return 0.0
+    if not isinstance(kept, int):
+        return 1.0
+    return sum(1 for layer in model.layers[:kept] if layer.experts) / model.expert_layers
 
 
 def _split(habits: "_Habits", model: ModelShape, settings: Settings, cards: int) -> Split:
@@ -356,27 +371,16 @@ def _split(habits: "_Habits", model: ModelShape, settings: Settings, cards: int)
     return split
 
 
-def _activation_bytes(model: ModelShape, split: Split) -> int:
-    """Activations of one token in a layer on one card, in 16 bits: residual and norms, attention, feed-forward."""
-    mixers = {layer.mixer for layer in model.layers if layer.mixer is not None}
-    parts = {layer.feed_forward for layer in model.layers if layer.feed_forward is not None}
-    attention = max(mixer.activations for mixer in mixers) // split.tensor
-    return 2 * (6 * model.hidden + attention + max(part.activations(model.hidden, split.tensor) for part in parts))
-
-
 def _vllm(start: _Launch) -> ServerSpec:
-    card, model = start.card, start.model
-    large = card.memory_bytes >= 70 * _GIB and "a100" not in card.name.lower()
-    budget = start.token_budget or (8192 if large else 2048)
-    batch = start.max_batch or min(1024 if large else 256, budget)
+    budget, batch = step_sizes(start.ask)
     if budget < batch:
         raise ConfigError(f"vllm: {budget} tokens a step are fewer than {batch} requests at once; raise the former")
-    utilization = start.utilization or (0.92 if _version(start.release) >= (0, 20) else 0.9)
+    utilization = memory_share(start.ask)
     size = start.block_tokens or 16
-    request_bytes = model.vocabulary * _LOGIT_BYTES
-    fixed = _CONTEXT_BYTES + _GRAPH_BYTES + (_LINK_BYTES if start.cards > 1 else 0)
-    room = int(start.usable_bytes * utilization) - start.weights_bytes - fixed
-    room -= start.activation_token_bytes * budget + request_bytes * batch
+    terms = start.terms(batch)
+    room = terms.kv_cache
+    # What sampling needs beyond the activations of a step grows with the requests.
+    request_bytes = max(0, terms.workspace - start.activation_token_bytes * budget) // batch
     fits = max(0, room) // (size * start.kv_token_bytes)
     override = start.kv_blocks
     if override is None and start.kv_tokens is not None:
@@ -392,7 +396,7 @@ def _vllm(start: _Launch) -> ServerSpec:
         settings["enable_expert_parallel"] = True
     if start.utilization:
         settings["gpu_memory_utilization"] = utilization
-    if start.kv_bits != 16:
+    if start.ask.kv_bits != 16:
         settings["kv_cache_dtype"] = start.kv_type
     if override is not None:
         settings |= {"num_gpu_blocks_override": override, "num_gpu_blocks_profiled": fits}
@@ -403,7 +407,7 @@ def _vllm(start: _Launch) -> ServerSpec:
             token_budget=budget,
             block_tokens=size,
             kv_blocks=kv_blocks,
-            workspace_bytes=fixed + _DRIVER_BYTES,
+            workspace_bytes=terms.communication + terms.graphs + DRIVER_BYTES,
             activation_token_bytes=start.activation_token_bytes,
             request_bytes=request_bytes,
             start_seconds=45.0,
@@ -411,7 +415,7 @@ def _vllm(start: _Launch) -> ServerSpec:
             settings=settings,
         )
 
-    start.check_weights(start.usable_bytes - _CONTEXT_BYTES, spec(0))
+    start.check_weights(start.usable_bytes - terms.communication, spec(0))
     if not fits or blocks > fits:
         wanted = f", and {_gib(blocks * size * start.kv_token_bytes)} were asked for" if blocks > fits else ""
         raise start.fail(
@@ -436,18 +440,12 @@ def _vllm(start: _Launch) -> ServerSpec:
 
 
 def _sglang(start: _Launch) -> ServerSpec:
-    card, model = start.card, start.model
-    chunk, graph_batch = _sglang_sizes(card.memory_bytes / _GIB, start.split.tensor)
-    chunk = start.token_budget or chunk
-    total_mib = card.memory_bytes / _MIB
-    reserved = 512 + 1.5 * max(chunk, 2048) + 2 * graph_batch + start.cards / 8 * 1024
-    if total_mib > 60 * 1024:
-        reserved = max(reserved, 10 * 1024)
-    fraction = start.utilization or round((total_mib - reserved) / total_mib, 3)
+    chunk, graph_batch = step_sizes(start.ask)
+    fraction = memory_share(start.ask)
     size = start.block_tokens or 1
-    fixed = _CONTEXT_BYTES + (_LINK_BYTES if start.cards > 1 else 0)
-    free = start.usable_bytes - fixed
-    room = int(free * fraction) - start.weights_bytes
+    terms = start.terms(start.max_batch or graph_batch)
+    free = start.usable_bytes - terms.communication
+    room = terms.kv_cache
     fits = max(0, room) // (size * start.kv_token_bytes)
     asked = start.kv_blocks
     if asked is None and start.kv_tokens is not None:
@@ -457,7 +455,6 @@ def _sglang(start: _Launch) -> ServerSpec:
     tokens = blocks * size
     estimate = min(max(tokens * 512 // start.context_tokens, 2048), 4096)
     batch = max(1, min(start.max_batch or estimate, tokens // 2))
-    graphs = _GRAPH_BYTES + graph_batch * model.vocabulary * _LOGIT_BYTES // start.split.tensor
 
     def spec(kv_blocks: int) -> ServerSpec:
         return start.spec(
@@ -467,7 +464,7 @@ def _sglang(start: _Launch) -> ServerSpec:
             token_budget=chunk,
             block_tokens=size,
             kv_blocks=kv_blocks,
-            workspace_bytes=fixed + graphs + _DRIVER_BYTES,
+            workspace_bytes=terms.communication + terms.graphs + DRIVER_BYTES,
             activation_token_bytes=start.activation_token_bytes,
             start_seconds=40.0,
             policy=Policy(
@@ -503,7 +500,7 @@ def _sglang(start: _Launch) -> ServerSpec:
             f"and {_gib(max(0, room))} are left for the KV cache; raise it, or use fewer bits per weight",
             spec(0),
         )
-    needed = graphs + start.activation_token_bytes * chunk
+    needed = terms.graphs + terms.workspace
     if needed > free * (1 - fraction):
         raise start.fail(
             StartFailure.WARMUP_OUT_OF_MEMORY,
@@ -514,27 +511,14 @@ def _sglang(start: _Launch) -> ServerSpec:
     return spec(blocks)
 
 
-def _sglang_sizes(memory_gib: float, tensor: int) -> tuple[int, int]:
-    """(chunked_prefill_size, largest batch with a graph) by a card's memory, as SGLang 0.5 chooses them."""
-    few = tensor < 4
-    for below, chunk, graph_few, graph_many in (
-        (20, 2048, 8, 8),
-        (35, 2048, 24, 80),
-        (60, 4096, 32, 160),
-        (160, 8192, 256, 512),
-    ):
-        if memory_gib < below:
-            return chunk, graph_few if few else graph_many
-    return 16384, 512
-
-
 def _llamacpp(start: _Launch) -> ServerSpec:
     model = start.model
     slots = start.max_batch or 4
     partitioned = start.max_batch is not None if start.partitioned is None else start.partitioned
-    buffers = start.physical_tokens * (4 * model.vocabulary + start.activation_token_bytes)
-    fixed = _GGML_CONTEXT_BYTES + buffers
-    room = start.usable_bytes - start.weights_bytes - fixed
+    terms = start.terms(slots)
+    buffers, fixed = terms.workspace, terms.workspace + terms.communication
+    # A context that is asked for may take what one that is fitted leaves free.
+    room = terms.kv_cache + (0 if start.utilization else FIT_MARGIN_BYTES)
     parts = slots if partitioned else 1
     if start.kv_blocks:
         context = start.kv_blocks
@@ -543,7 +527,7 @@ def _llamacpp(start: _Launch) -> ServerSpec:
     elif start.context_given:
         context = start.context_tokens * parts
     else:
-        context = min(model.context_tokens, max(0, room - _FIT_MARGIN_BYTES) // start.kv_token_bytes)
+        context = min(model.context_tokens, max(0, room - FIT_MARGIN_BYTES) // start.kv_token_bytes)
         context = context // 256 * 256
     slot = context // parts if start.kv_blocks else -(-context // (parts * 256)) * 256
     context = slot * parts
@@ -558,7 +542,7 @@ def _llamacpp(start: _Launch) -> ServerSpec:
             token_budget=batch_tokens,
             block_tokens=1,
             kv_blocks=cells,
-            workspace_bytes=fixed + _DRIVER_BYTES,
+            workspace_bytes=fixed + DRIVER_BYTES,
             start_seconds=1.0,
             policy=Policy(on_full=OnFull.FAIL, partitioned=partitioned, counts_at_finish=True),
             settings={
@@ -600,22 +584,20 @@ class _Habits:
 
     Attributes:
         start: divides the memory.
-        release: the newest that is imitated.
         is_ggml: reads GGUF files: one figure for the bits of all weights, layers dealt out to the cards, experts and
             the input embedding in main memory, a physical batch below the logical one, a context that may be stretched.
         experts_on_all_cards: expert parallelism has no size of its own.
     """
 
     start: Callable[[_Launch], ServerSpec]
-    release: str
     is_ggml: bool = False
     experts_on_all_cards: bool = False
 
 
 _HABITS: Final[Mapping[str, _Habits]] = MappingProxyType(
     {
-        "vllm": _Habits(_vllm, "0.33.0", experts_on_all_cards=True),
-        "sglang": _Habits(_sglang, "0.5.23"),
-        "llamacpp": _Habits(_llamacpp, "b11434", is_ggml=True),
+        "vllm": _Habits(_vllm, experts_on_all_cards=True),
+        "sglang": _Habits(_sglang),
+        "llamacpp": _Habits(_llamacpp, is_ggml=True),
     }
 )
