@@ -175,6 +175,20 @@ def test_the_state_of_qwen3_5_has_the_reported_bytes_on_one_of_8_cards():
     assert state.heads // 8 * state.head_elements * state.state_bits / 8 == 262_144
 
 
+@pytest.mark.parametrize(
+    ("name", "cards", "pool_gib", "context", "concurrency"),
+    [
+        # The log of Qwen3-Next on two H200: 44.59 GiB hold 14.77 requests of 262,144 tokens.
+        ("qwen3-next-80b-a3b", 2, 44.59, 262_144, 14.77),
+        # vllm-project/vllm#28228: Kimi-Linear on two cards, 2.30 GiB for 2.48 requests of 120,000 tokens.
+        ("kimi-linear-48b-a3b", 2, 2.30, 120_000, 2.48),
+    ],
+)
+def test_reported_pools_hold_the_reported_requests_of_hybrid_models(name, cards, pool_gib, context, concurrency):
+    held = sample(name).sequence_bytes(context, split=Split(cards))
+    assert pool_gib * GIB / held == pytest.approx(concurrency, rel=0.01)
+
+
 @given(
     tokens=st.integers(0, 10_000),
     more=st.integers(0, 10_000),
