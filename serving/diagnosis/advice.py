@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from serving.diagnosis.signs import Sign
-from serving.diagnosis.words import Failure
+from serving.diagnosis.words import Failure, Phase
 
 __all__ = ["Advice", "advise"]
 
@@ -66,6 +66,7 @@ class _Case:
     sign: Sign
     figures: Mapping[str, Figure]
     engine: str | None
+    phase: Phase
     answered: int | None
     host: bool
 
@@ -94,7 +95,9 @@ class _Case:
             return f"no memory was left {where}"
         text = f"{self.size('asked_bytes')} more were asked for {where}"
         if free is not None:
-            text += f" when {self.size('free_bytes')}" + (f" of {self.size('total_bytes')}" if total is not None else "")
+            text += f" when {self.size('free_bytes')}" + (
+                f" of {self.size('total_bytes')}" if total is not None else ""
+            )
             text += " were free"
         return text
 
@@ -117,6 +120,7 @@ def advise(
     figures: Mapping[str, Figure],
     *,
     engine: str | None,
+    phase: Phase = Phase.UNKNOWN,
     answered: int | None = None,
     host: bool = False,
 ) -> Advice:
@@ -127,10 +131,11 @@ def advise(
         sign: the row of the table that named it.
         figures: what the evidence and the start-up lines tell.
         engine: whose log it is.
+        phase: what was being done.
         answered: requests answered before it, if the server was serving.
         host: the memory that ran out is the machine's and not a card's.
     """
-    case = _Case(sign, figures, engine, answered, host)
+    case = _Case(sign, figures, engine, phase, answered, host)
     title, write = _WRITERS[failure]
     advice = write(case)
     cause = _filled(sign.cause, figures) or advice.cause
@@ -142,7 +147,10 @@ def _filled(template: str, figures: Mapping[str, Figure]) -> str:
     """A sign's own sentence, if all of its figures are known."""
     if not template:
         return ""
-    shown = {name: _size(figure) if name.endswith("_bytes") and not isinstance(figure, str) else figure for name, figure in figures.items()}
+    shown = {
+        name: _size(figure) if name.endswith("_bytes") and not isinstance(figure, str) else figure
+        for name, figure in figures.items()
+    }
     try:
         return template.format_map(shown)
     except KeyError:
@@ -155,7 +163,9 @@ def _size(number: float) -> str:
     return f"{number / (1 << 20):,.0f} MiB"
 
 
-def _say(cause: str, next_step: str, *leave_alone: str, facts: tuple[str, ...] = (), doubts: tuple[str, ...] = ()) -> Advice:
+def _say(
+    cause: str, next_step: str, *leave_alone: str, facts: tuple[str, ...] = (), doubts: tuple[str, ...] = ()
+) -> Advice:
     return Advice("", cause, next_step, leave_alone, facts, doubts)
 
 
@@ -191,8 +201,10 @@ def _weights_out_of_memory(case: _Case) -> Advice:
     if case.host:
         step = "free main memory, or take weights in a smaller quantisation"
     elif case.engine == "llamacpp":
-        free = case.size("free_bytes")
-        step = "offload fewer layers to the card: lower --n-gpu-layers" + (f" until the model buffer is below {free}" if free else "")
+        free = case.size("free_at_start_bytes")
+        step = "offload fewer layers to the card: lower --n-gpu-layers" + (
+            f" until the model buffer is below {free}" if free else ""
+        )
     else:
         split = case.whole("tensor_parallel_size") or 1
         step = f"make the weights smaller on each card: {case.knobs.split} {2 * split} instead of {split}, or weights in fewer bits"
@@ -202,14 +214,16 @@ def _weights_out_of_memory(case: _Case) -> Advice:
         others = _size(total - own - free_bytes)
         step = f"stop the other process that holds {others} of this card (`nvidia-smi` names it)"
         doubts = (f"other processes hold {others} of the card",)
-    leave = () if case.engine == "llamacpp" or case.host else (f"{case.knobs.utilization}: weights take what they take",)
+    leave = (
+        () if case.engine == "llamacpp" or case.host else (f"{case.knobs.utilization}: weights take what they take",)
+    )
     return _say(
         cause,
         step,
         f"{case.knobs.batch} and {case.knobs.context}: they size the KV cache, which was not reached",
         *leave,
         _RESTART,
-        facts=("free_bytes",),
+        facts=("free_at_start_bytes",),
         doubts=doubts,
     )
 
@@ -218,7 +232,10 @@ def _memory_taken(case: _Case) -> Advice:
     free, total, wanted, limit = (
         case.number(name) for name in ("free_bytes", "total_bytes", "wanted_bytes", "utilization_ratio")
     )
-    cause, step = "the card's memory is held by another process", "stop the other process on this card (`nvidia-smi` names it)"
+    cause, step = (
+        "the card's memory is held by another process",
+        "stop the other process on this card (`nvidia-smi` names it)",
+    )
     if free is not None and total and wanted is not None and limit is not None:
         cause = f"{case.knobs.utilization} {limit:g} wants {_size(wanted)} of the card, and {_size(free)} of {_size(total)} are free"
         share = math.floor(100 * free / total) / 100
@@ -261,7 +278,8 @@ def _kv_cache_unallocated(case: _Case) -> Advice:
     elif needed is not None or (limit is not None and limit >= _HIGHEST_UTILIZATION):
         step = f"make the weights smaller on each card: {case.knobs.split} {2 * split} instead of {split}, or weights in fewer bits"
     else:
-        step = f"raise {knob}{'' if limit is None else f' above {limit:g}'}, {_HIGHEST_UTILIZATION} at most; if that does not do, take more cards or fewer bits"
+        more = f" by at least {_size(-available)} of the card" if available is not None and available < 0 else ""
+        step = f"raise {knob}{'' if limit is None else f' above {limit:g}'}{more}, {_HIGHEST_UTILIZATION} at most; if that does not do, take more cards or fewer bits"
     return _say(
         cause,
         step,
@@ -274,7 +292,7 @@ def _kv_cache_unallocated(case: _Case) -> Advice:
 
 def _llamacpp_cache(case: _Case, what: str) -> Advice:
     asked, context = case.number("asked_bytes"), case.whole("context_tokens")
-    free, weights = case.number("free_bytes"), case.number("weights_bytes")
+    free, weights = case.number("free_at_start_bytes"), case.number("weights_bytes")
     cause = f"{what}: {case.shortage}" if free is None else f"{what}: it asks for {case.size('asked_bytes')}"
     if context is not None:
         cause += f" for a context of {context:,} tokens"
@@ -291,7 +309,7 @@ def _llamacpp_cache(case: _Case, what: str) -> Advice:
         "the model's file: it was read",
         "--batch-size: it does not size the KV cache",
         _RESTART,
-        facts=("context_tokens", "free_bytes", "weights_bytes"),
+        facts=("context_tokens", "free_at_start_bytes", "weights_bytes"),
     )
 
 
@@ -305,7 +323,9 @@ def _kv_cache_below_request(case: _Case) -> Advice:
         fits = max(0, int(context * available / needed)) // 16 * 16
     cause = "the KV cache holds less than one request of the configured length"
     if context is not None:
-        cause = f"one request of {context:,} tokens needs " + (f"{_size(needed)} of KV cache" if needed is not None else "more KV cache than there is")
+        cause = f"one request of {context:,} tokens needs " + (
+            f"{_size(needed)} of KV cache" if needed is not None else "more KV cache than there is"
+        )
         cause += f", and there are {_size(available)}" if available is not None else ""
         cause += f": room for {fits:,} tokens" if fits is not None else ""
     if fits and (context is None or fits < context):
@@ -330,9 +350,12 @@ def _kv_cache_exhausted(case: _Case) -> Advice:
         share = f": {batch} slots share {context:,} tokens"
     asked = case.whole("asked_tokens")
     step = f"lower {knob}" + (f" from {batch} to {max(1, batch // 2)}" if batch and batch > 1 else "")
-    step += ", or give the cache more room" + (" with --ctx-size" if case.engine == "llamacpp" else f" ({case.knobs.utilization})")
+    step += ", or give the cache more room" + (
+        " with --ctx-size" if case.engine == "llamacpp" else f" ({case.knobs.utilization})"
+    )
     return _say(
-        f"{case.after}the KV cache ran full while requests were running{share}" + (f"; {asked:,} tokens were asked for" if asked else ""),
+        f"{case.after}the KV cache ran full while requests were running{share}"
+        + (f"; {asked:,} tokens were asked for" if asked else ""),
         step,
         "quantisation of the weights: their memory is not what ran out",
         "restarting as it is: the same load fills it again",
@@ -347,7 +370,9 @@ def _warm_up(case: _Case) -> Advice:
     requests, prefill = case.whole("warm_up_requests"), case.whole("prefill_tokens")
     limit = case.number("utilization_ratio")
     if prefill is not None:
-        cause = f"the warm-up with {prefill:,} prefill tokens found no memory" + (f": {case.shortage}" if "asked_bytes" in case.figures else "")
+        cause = f"the warm-up with {prefill:,} prefill tokens found no memory" + (
+            f": {case.shortage}" if "asked_bytes" in case.figures else ""
+        )
         step = f"set {case.knobs.step} to {max(1, prefill // 2)}"
     elif requests is not None:
         cause = f"the warm-up with {requests:,} requests at once found no memory"
@@ -355,9 +380,19 @@ def _warm_up(case: _Case) -> Advice:
     elif case.engine == "llamacpp":
         cause = f"the compute buffers do not fit: {case.shortage}"
         step = "lower --ubatch-size (512 by default) to 256; then --ctx-size"
+    elif case.phase is Phase.PROFILE:
+        # Before the cache is made: the memory limit does not matter yet, the size of the step that is tried does.
+        tokens = case.whole("step_tokens")
+        cause = f"the trial step before the KV cache is made does not fit beside the weights: {case.shortage}"
+        step = f"lower {case.knobs.step}" + (
+            f" from {tokens} to {tokens // 2}"
+            if tokens
+            else f" (it follows {case.knobs.context} where nothing else is set)"
+        )
     else:
         cause = f"weights and cache leave too little for workspace and graphs: {case.shortage}"
         lower = "" if limit is None else f" from {limit:g} to {_lower(case, limit):.2f}"
+        lower = lower or " by 0.05"
         step = f"lower {case.knobs.utilization}{lower}, so that the KV cache leaves room"
     return _say(
         cause,
@@ -387,7 +422,11 @@ def _runtime_out_of_memory(case: _Case) -> Advice:
     elif case.engine == "llamacpp":
         step = "lower --ubatch-size (512 by default) to 256, or --n-gpu-layers by a few"
     else:
-        step = f"lower {knob}" + (f" from {limit:g} to {_lower(case, limit):.2f}" if limit is not None else " by 0.05") + ": what one step needs is outside it"
+        step = (
+            f"lower {knob}"
+            + (f" from {limit:g} to {_lower(case, limit):.2f}" if limit is not None else " by 0.05")
+            + ": what one step needs is outside it"
+        )
     return _say(
         f"{case.after}a step found no memory: {case.shortage}",
         step,
@@ -402,16 +441,31 @@ def _runtime_out_of_memory(case: _Case) -> Advice:
 
 def _request_refused(case: _Case) -> Advice:
     asked, context = case.whole("asked_tokens"), case.whole("context_tokens")
-    leave = ("memory settings and quantisation: the server is up and refuses what it was sent", "restarting: the same requests are refused again")
+    leave = (
+        "memory settings and quantisation: the server is up and refuses what it was sent",
+        "restarting: the same requests are refused again",
+    )
     if case.sign.kind == "too long":
         cause = "requests are longer than the server's context"
         if asked is not None and context is not None:
             cause = f"a request of {asked:,} tokens was sent to a server with a context of {context:,}"
         limit = f" below {context:,} tokens" if context is not None else ""
-        return _say(cause, f"keep prompt and max_tokens together{limit} at the client, or start the server with a longer {case.knobs.context}", *leave)
+        return _say(
+            cause,
+            f"keep prompt and max_tokens together{limit} at the client, or start the server with a longer {case.knobs.context}",
+            *leave,
+        )
     if case.sign.kind == "time-out":
-        return _say("requests ran into a time limit", "raise the client's or proxy's time limit above the longest answer, or send fewer requests at once", *leave)
-    return _say("the server does not accept the requests that it was sent", "correct the field that the line names (`plimsoll smoke` sends a request that is right)", *leave)
+        return _say(
+            "requests ran into a time limit",
+            "raise the client's or proxy's time limit above the longest answer, or send fewer requests at once",
+            *leave,
+        )
+    return _say(
+        "the server does not accept the requests that it was sent",
+        "correct the field that the line names (`plimsoll smoke` sends a request that is right)",
+        *leave,
+    )
 
 
 def _communication(case: _Case) -> Advice:
@@ -421,7 +475,9 @@ def _communication(case: _Case) -> Advice:
         cause = f"{case.after}the cards waited {limit // 1000:,} s for one another in {operation}"
         step = "find the rank that did not come (its last line, `py-spy dump`, GPU use 0 %): that one hangs or died, the others only wait"
     else:
-        cause = f"{case.after}the processes of the server could not talk to one another" + (f" ({what})" if what else "")
+        cause = f"{case.after}the processes of the server could not talk to one another" + (
+            f" ({what})" if what else ""
+        )
         step = "run once with NCCL_DEBUG=INFO: its last WARN line names the interface, the shared memory or the link that fails"
     return _say(cause, step, "memory limit, context length and batch size: they do not touch communication")
 
@@ -429,7 +485,9 @@ def _communication(case: _Case) -> Advice:
 def _hang(case: _Case) -> Advice:
     limit = case.whole("timeout_seconds")
     return _say(
-        f"{case.after}the engine made no progress" + (f" for {limit:,} s" if limit is not None else "") + ", and its watchdog ended it",
+        f"{case.after}the engine made no progress"
+        + (f" for {limit:,} s" if limit is not None else "")
+        + ", and its watchdog ended it",
         "take `py-spy dump` of the workers and `nvidia-smi` while it hangs next time: a card at 100 % is a kernel, one at 0 % a lost rank",
         "raising the watchdog's limit: it only hides the hang for longer",
     )
@@ -438,13 +496,25 @@ def _hang(case: _Case) -> Advice:
 def _killed(case: _Case) -> Advice:
     program, resident, signal = case.figures.get("program"), case.size("resident_bytes"), case.figures.get("signal")
     leave = ("GPU memory settings: the limit that struck is not the card's",)
-    if case.sign.kind in ("kernel", "container"):
-        scope = "the container's memory limit" if case.sign.kind == "container" or "cgroup" in str(case.figures.get("scope", "")) else "the machine's memory"
-        cause = f"the kernel killed {program or 'the server'} because {scope} was used up" + (f" ({resident} of its own)" if resident else "")
-        step = f"raise {'the container’s memory limit' if 'container' in scope else 'the memory of the machine'}" + (f" well above {resident}" if resident else " above what loading the weights needs")
+    if case.sign.kind in ("oom_killer", "container"):
+        scope = (
+            "the container's memory limit"
+            if case.sign.kind == "container" or "cgroup" in str(case.figures.get("scope", ""))
+            else "the machine's memory"
+        )
+        cause = f"the kernel killed {program or 'the server'} because {scope} was used up" + (
+            f" ({resident} of its own)" if resident else ""
+        )
+        step = f"raise {'the container’s memory limit' if 'container' in scope else 'the memory of the machine'}" + (
+            f" well above {resident}" if resident else " above what loading the weights needs"
+        )
         return _say(cause, step, *leave)
     if signal == "SIGTERM":
-        return _say(f"{case.after}a process was ended by SIGTERM: somebody, or an orchestrator, asked it to stop", "look at what supervises it (events of the pod, the unit's journal) at that time", *leave)
+        return _say(
+            f"{case.after}a process was ended by SIGTERM: somebody, or an orchestrator, asked it to stop",
+            "look at what supervises it (events of the pod, the unit's journal) at that time",
+            *leave,
+        )
     cause = f"{case.after}a process was ended from outside" + (f" by {signal}" if signal else ", without a word")
     return _say(
         cause,
@@ -455,7 +525,9 @@ def _killed(case: _Case) -> Advice:
 
 def _crashed(case: _Case) -> Advice:
     signal, what = case.figures.get("signal"), case.figures.get("what")
-    cause = f"{case.after}a process crashed" + (f" ({signal})" if signal else f" on its own check ({what})" if what else "")
+    cause = f"{case.after}a process crashed" + (
+        f" ({signal})" if signal else f" on its own check ({what})" if what else ""
+    )
     step = "update the engine; if it comes again, report it with the lines before it"
     if signal == "SIGILL":
         step = "take a build of the engine that was made for this processor: it met an instruction that this one does not have"
@@ -479,25 +551,54 @@ def _driver(case: _Case) -> Advice:
     if case.sign.kind == "xid":
         number = case.whole("xid") or 0
         meaning, hardware = _XID.get(number, ("the driver reported an error of the card", True))
-        step = "take the machine out of service and have the card checked" if hardware else "update the engine and the driver; the program's own log at that time names the kernel"
-        return _say(f"{case.after}Xid {number}: {meaning}", step, "memory limit, batch size and context length: they do not cause this")
+        step = (
+            "take the machine out of service and have the card checked"
+            if hardware
+            else "update the engine and the driver; the program's own log at that time names the kernel"
+        )
+        return _say(
+            f"{case.after}Xid {number}: {meaning}",
+            step,
+            "memory limit, batch size and context length: they do not cause this",
+        )
     if case.sign.kind == "old":
         version = case.whole("driver_cuda")
         known = f" (it supports CUDA {version // 1000}.{version % 1000 // 10})" if version else ""
-        return _say(f"the NVIDIA driver is older than the CUDA that this build needs{known}", "update the driver on the host, or install a build made for the CUDA that `nvidia-smi` shows", *leave)
+        return _say(
+            f"the NVIDIA driver is older than the CUDA that this build needs{known}",
+            "update the driver on the host, or install a build made for the CUDA that `nvidia-smi` shows",
+            *leave,
+        )
     if case.sign.kind == "none":
-        return _say("the engine sees no card", "check that `nvidia-smi` works where the server runs; for a container: --gpus all and the NVIDIA container toolkit", *leave)
+        return _say(
+            "the engine sees no card",
+            "check that `nvidia-smi` works where the server runs; for a container: --gpus all and the NVIDIA container toolkit",
+            *leave,
+        )
     if case.sign.kind == "library":
         what = case.figures.get("library") or case.figures.get("symbol") or "a library"
-        return _say(f"{what} is missing, or of another version than this build was linked with", "reinstall the engine with its own dependencies in a clean environment (or use its container image)", *leave)
-    return _say(f"{case.after}driver, CUDA library or card failed", "look in the kernel's log for Xid lines at that time", *(leave if case.answered is None else ("memory limit and batch size: they do not cause this",)))
+        return _say(
+            f"{what} is missing, or of another version than this build was linked with",
+            "reinstall the engine with its own dependencies in a clean environment (or use its container image)",
+            *leave,
+        )
+    return _say(
+        f"{case.after}driver, CUDA library or card failed",
+        "look in the kernel's log for Xid lines at that time",
+        *(leave if case.answered is None else ("memory limit and batch size: they do not cause this",)),
+    )
 
 
 def _model_unsupported(case: _Case) -> Advice:
     leave = "batch size, context length and memory limit: the model was not built"
     if case.sign.kind == "custom_code":
         return _say("", "", leave, _RESTART)
-    return _say("this release cannot run this model", "update the engine", leave, "the weights' files: they are not what is wrong")
+    return _say(
+        "this release cannot run this model",
+        "update the engine",
+        leave,
+        "the weights' files: they are not what is wrong",
+    )
 
 
 def _settings(case: _Case) -> Advice:

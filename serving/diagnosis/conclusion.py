@@ -8,7 +8,7 @@ that one beats the bare loss of a process; among equals the first line wins. Wha
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from serving.diagnosis.advice import Advice, advise
@@ -30,7 +30,9 @@ __all__ = ["Finding", "Start", "conclude", "summarise"]
 
 Figure = float | int | str
 
+_LINE_CHARACTERS = 4096
 _STALE_FRAME_LINES = 400
+_ENOUGH_LINES = 1000
 _KEPT_RANKS = 64
 _KEPT_FRAMES = 256
 _RECOVERED_AFTER = 8
@@ -39,10 +41,15 @@ _MOST_EVIDENCE = 6
 
 _TIERS = {Role.ROOT: 1, Role.MEMORY: 2, Role.POOL: 2, Role.PEER: 3, Role.LOSS: 4}
 _DEATHS = (Role.AFTERMATH, Role.LOSS)
+_MILD = frozenset({"DEBUG", "INFO", "WARNING"})
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 # Engines say GB and MB for powers of two.
 _SIZE = re.compile(r"(-?[\d.]+) ?([KMGT]?)i?B?$", re.IGNORECASE)
 _SERVERS = re.compile(r"(?i)python|vllm|sglang|llama|text-gen|enginecore|ray::|pt_main|worker")
+_ENGINE_WORDS = re.compile(
+    r"(?i)(?P<vllm>vllm|EngineCore)|(?P<sglang>sglang)|(?P<llamacpp>llama_|ggml|llama\.cpp|srv +load_model)"
+    r"|(?P<tgi>text_generation)"
+)
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 _SIGNAL_WORDS = {
     "Segmentation fault": "SIGSEGV",
@@ -76,6 +83,7 @@ class Finding:
         count: how many lines.
         ranks: who said so.
         figures: from all lines; the first to tell a figure counts.
+        is_warning: its first line was no error in the engine's own words.
     """
 
     sign: Sign
@@ -88,6 +96,7 @@ class Finding:
     count: int = 1
     ranks: dict[str, None] = field(default_factory=dict)
     figures: dict[str, Figure] = field(default_factory=dict)
+    is_warning: bool = False
 
     def evidence(self) -> Evidence:
         """The first line, as it may be shown."""
@@ -144,6 +153,11 @@ class Start:
         """Whether it answers or had answered."""
         return self.ready_line is not None or (self.start_line is None and self.answered > 0)
 
+    def heard_enough(self, signs: Iterable[Sign]) -> bool:
+        """Whether each of these signs was seen so often that one more line of it tells nothing."""
+        known = [self.findings.get(id(sign)) for sign in signs]
+        return all(finding is not None and finding.count >= _ENOUGH_LINES for finding in known)
+
     def learn(self, line: LogLine, found: re.Match[str]) -> None:
         """Keep figures of the start."""
         for name, figure in _figures_of(found).items():
@@ -157,8 +171,8 @@ class Start:
 
     def take(self, line: LogLine, sign: Sign, found: re.Match[str]) -> Finding | None:
         """Take one sign of one line in; gives the finding it belongs to, if it is of that kind."""
-        if sign.engine and self.engine is None:
-            self.engine = sign.engine
+        if self.engine is None:
+            self.engine = sign.engine or _engine_of(line.text)
         match sign.role:
             case Role.START:
                 self.phase = Phase.LAUNCH
@@ -216,12 +230,12 @@ class Start:
             if judged is None:
                 return None
             figures = judged
-        if sign.kind == "kernel" and not _SERVERS.search(str(figures.get("program", ""))):
+        if sign.kind == "oom_killer" and not _SERVERS.search(str(figures.get("program", ""))):
             self.notes.setdefault("other_killed", Evidence(line.number, presentable(line.text, found.group())))
             return None
         if sign.role in _TIERS or sign.role is Role.REQUEST:
             for pattern in FIGURES:
-                seen = pattern.search(line.text)
+                seen = pattern.search(line.text[:_LINE_CHARACTERS])
                 if seen:
                     for name, figure in _figures_of(seen).items():
                         figures.setdefault(name, figure)
@@ -237,6 +251,7 @@ class Start:
                 self.answered,
                 self.answered,
                 figures=figures,
+                is_warning=line.level in _MILD,
             )
         else:
             finding.count += 1
@@ -247,6 +262,12 @@ class Start:
         if line.rank and len(finding.ranks) < _KEPT_RANKS:
             finding.ranks[line.rank] = None
         return finding
+
+
+def _engine_of(text: str) -> str | None:
+    """Whose words a line is, by the names of files and processes in it."""
+    found = _ENGINE_WORDS.search(text)
+    return found.lastgroup if found else None
 
 
 def _figures_of(found: re.Match[str]) -> dict[str, Figure]:
@@ -380,7 +401,7 @@ def _choose(start: Start) -> Finding | None:
 def _tier(finding: Finding) -> tuple[int, int]:
     # A loss that names a signal says more than one that does not.
     silent = finding.sign.role is Role.LOSS and "signal" not in finding.figures
-    return _TIERS[finding.sign.role], int(silent)
+    return _TIERS[finding.sign.role] + (10 if finding.is_warning else 0), int(silent)
 
 
 def _survived(finding: Finding, start: Start, *, died: bool) -> bool:
@@ -402,7 +423,9 @@ def _failure_of(finding: Finding, start: Start) -> Failure:
         signal = finding.figures.get("signal")
         if signal == "SIGBUS":
             return Failure.SHARED_MEMORY
-        return Failure.KILLED if signal in (None, "SIGKILL", "SIGTERM") and sign.kind != "assertion" else Failure.CRASHED
+        return (
+            Failure.KILLED if signal in (None, "SIGKILL", "SIGTERM") and sign.kind != "assertion" else Failure.CRASHED
+        )
     if sign.failure is Failure.KV_CACHE_UNALLOCATED and "cannot_fit" in start.notes:
         # Its own attempt to shorten the context had found that even the shortest does not fit.
         return Failure.KV_CACHE_BELOW_REQUEST
@@ -419,7 +442,9 @@ def _diagnose(start: Start, chosen: Finding, earlier: tuple[EarlierStart, ...]) 
     host = any(finding.sign.kind == "host" for finding in alike)
     serving = chosen.phase is Phase.SERVING
     answered = chosen.answered if serving or chosen.answered else None
-    advice = advise(failure, chosen.sign, figures, engine=start.engine, answered=answered, host=host)
+    advice = advise(
+        failure, chosen.sign, figures, engine=start.engine, phase=chosen.phase, answered=answered, host=host
+    )
     ranks = dict.fromkeys(rank for finding in alike for rank in finding.ranks)
     confidence, doubts = _confidence(start, chosen, failure, advice, earlier)
     return Diagnosis(
@@ -491,7 +516,11 @@ def _confidence(
         silent = "signal" not in chosen.figures
         doubts.append(
             "the process left no word of its own"
-            + (", and the log does not say which signal ended it" if silent else "; who sent the signal is not in this log")
+            + (
+                ", and the log does not say which signal ended it"
+                if silent
+                else "; who sent the signal is not in this log"
+            )
         )
         low = silent
     if chosen.sign.role in _TIERS and chosen.phase is Phase.SERVING and not _died(start) and start.stop_line is None:
@@ -556,6 +585,9 @@ def _state_text(start: Start, state: State, diagnosis: Diagnosis | None) -> str:
                 )
             return text
         case State.DEAD:
-            return f"the server died after {answered}" if start.serving else "the server did not start"
+            if start.serving:
+                return f"the server died after {answered}"
+            seen = start.start_line is not None or start.phase is not Phase.UNKNOWN
+            return "the server did not start" if seen else "the server died; the log does not show how far it had come"
         case _:
             return "no line of an inference server that is known"

@@ -10,20 +10,24 @@ How it stays small: shapes are kept up to a limit, findings by sign and not by l
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from serving.diagnosis.conclusion import Finding, Start, conclude, summarise
-from serving.diagnosis.signs import FACTS, SIGNS, UNREAD, Role, Sign
+from serving.diagnosis.signs import FACTS, SIGNS, Role, Sign
 from serving.diagnosis.words import DiagnosedLog, EarlierStart, Phase
 from serving.log_lines import Block, LogLine, parse_line, read_blocks
 
 __all__ = ["LogReader", "diagnose"]
 
+_HEAD_BYTES = 256
+"""Words that mean something stand near the beginning of a line; prompts and configurations stand behind them."""
 _SHAPE_BYTES = 512
-"""Words that mean something stand near the beginning of a line; prompts and configurations stand behind."""
+"""Longer shapes are not remembered: they hold texts, which do not come again."""
+_UNREAD = b"0123456789abcdef"
+"""Bytes that do not tell shapes apart: digits, and the letters of hexadecimal identifiers."""
 _KEPT_SHAPES = 20_000
 _TAKEN_APART = 64
 """Lines of one shape that are read in full in one start; the rest are only counted."""
@@ -33,26 +37,61 @@ _SAME_START_LINES = 30
 _KEPT_STARTS = 20
 
 _NEVER_ONLY_COUNTED = frozenset({Role.START, Role.READY, Role.STOP, Role.PHASE, Role.FRAME, Role.TRACEBACK})
-_ANSWERED = re.compile(rb'"POST /[^"\n]*" 200|total time = |\bSuccess\b')
-_ANSWER_MARKS = (b'"POST /', b"total time = ", b"Success")
-_ERROR_LINE = re.compile(r"(?:^|[\s.:])(?P<error>[A-Z]\w*(?:Error|Exception)): ?(?P<message>.*)|\bpanicked at\b|^panic: ")
-_ERROR_NEEDLES = tuple(word.translate(None, UNREAD) for word in (b"Error:", b"Exception:", b"panic"))
-
-
-def _shortest(needles: Iterable[bytes]) -> tuple[bytes, ...]:
-    """Those of which each of `needles` holds one."""
-    kept: list[bytes] = []
-    for needle in sorted(set(needles), key=len):
-        if not any(word in needle for word in kept):
-            kept.append(needle)
-    return tuple(kept)
-
-
-_ALL_NEEDLES = _shortest(
-    [needle for sign in SIGNS for needle in sign.needles]
-    + [needle for needles, _ in FACTS for needle in needles]
-    + list(_ERROR_NEEDLES)
+_POSTED = re.compile(rb'"POST /[^"\n]*" 200')
+_ANSWER_WORDS = (b"total time = ", b"Success")
+"""llama.cpp and TGI say it so when a request is done."""
+_ERROR_LINE = re.compile(
+    r"(?:^|[\s.:])(?P<error>[A-Z]\w*(?:Error|Exception)): ?(?P<message>.*)|\bpanicked at\b|^panic: "
 )
+_ERROR_NEEDLES = (b"Error:", b"Exception:", b"panic")
+
+
+_ANCHORS = tuple(
+    anchor.encode()
+    for anchor in (
+        # failures
+        "rror", "ailed", "xce", "emory", "xit", "ignal", "SIG", "imeout", "timed out", "illed", " died", "fault", "Xid",
+        "NVRM", "ASSERT", "core dumped", "denied", "magic", "couldn't", "erminated", "etract", '" 4',
+        "supported", "gated", "is dead",
+        # lives and phases
+        "erver", "tart", "non-default", "nitializing", "oad", "onnected", "hut", "nterrupt", "leaning up", "raceback",
+        ", in ", "KV ", "n_ctx", "n_seq", "buffer", "MiB free", "apturing", "apture ", "Warming", "Args {", "blocks:",
+        "istening", "slots are", "onstruct", "busy_loop",
+    )
+)  # fmt: skip
+"""Fragments of which every line that the tables know holds one near its beginning (a test says so). Few, because a
+block of texts that are all different is searched for each of them."""
+
+
+_ERROR_ROW = -1
+
+
+def _rows() -> dict[bytes, list[int]]:
+    """Needle -> rows that it calls for: those of `SIGNS`, then those of `FACTS`."""
+    rows: dict[bytes, list[int]] = {needle: [_ERROR_ROW] for needle in _ERROR_NEEDLES}
+    for row, needles in enumerate([sign.needles for sign in SIGNS] + [needles for needles, _ in FACTS]):
+        for needle in needles:
+            rows.setdefault(needle, []).append(row)
+    # The search gives the longest needle at a place, and those that it begins with are there as well.
+    return {needle: [row for shorter in rows if needle.startswith(shorter) for row in rows[shorter]] for needle in rows}
+
+
+def _any_of(words: Collection[bytes]) -> bytes:
+    """A pattern for the longest of the words, arranged by their beginnings: `re` tries alternatives one by one."""
+    tails: dict[bytes, list[bytes]] = {}
+    for word in sorted(words):
+        if word:
+            tails.setdefault(word[:1], []).append(word[1:])
+    branches = [re.escape(first) + _any_of(rest) for first, rest in tails.items()]
+    if not branches:
+        return b""
+    joined = branches[0] if len(branches) == 1 and b"" not in words else b"(?:" + b"|".join(branches) + b")"
+    return joined + b"?" if b"" in words else joined
+
+
+_ROWS_OF = _rows()
+_NEEDLE = re.compile(b"(?=(" + _any_of(_ROWS_OF) + b"))")
+"""At each place in a line the longest needle that begins there."""
 
 
 @dataclass(slots=True)
@@ -71,7 +110,7 @@ class LogReader:
 
     def __init__(self, engine: str | None = None) -> None:
         self._engine = engine
-        self._signs = tuple(sign for sign in SIGNS if engine is None or sign.engine in ("", engine))
+        self._engines = {sign.engine for sign in SIGNS} if engine is None else {"", engine}
         self._dull: set[bytes] = set()
         self._shapes: dict[bytes, _Shape] = {}
         self._lines = 0
@@ -81,7 +120,7 @@ class LogReader:
 
     def take(self, block: Block) -> None:
         """Read one block; blocks come in the order of the file."""
-        shapes = block.data.translate(None, UNREAD).split(b"\n")
+        shapes = block.data.translate(None, _UNREAD).split(b"\n")
         different = set(shapes)
         self._look_at(different, block, shapes)
         telling = different & self._shapes.keys()
@@ -103,39 +142,44 @@ class LogReader:
         new -= self._shapes.keys()
         if not new:
             return
-        heads = b"\n".join([shape[:_SHAPE_BYTES] for shape in new])
-        present = [needle for needle in _ALL_NEEDLES if needle in heads]
-        telling: set[bytes] = set()
-        if present:
-            telling = {shape for shape in new if any(needle in shape[:_SHAPE_BYTES] for needle in present)}
-        if telling:
-            lines = block.data.split(b"\n")
-            for place, shape in enumerate(shapes):
-                if shape in telling and shape not in self._shapes:
-                    meaning = self._meaning(shape, lines[place])
-                    if meaning is not None:
-                        self._remember(shape, meaning)
-        if len(self._dull) > _KEPT_SHAPES:
+        # One line for each new shape: the last that has it.
+        examples = {shape: line for shape, line in zip(shapes, block.data.split(b"\n"), strict=True) if shape in new}
+        heads = b"\n".join([line[:_HEAD_BYTES] for line in examples.values()])
+        present = [anchor for anchor in _ANCHORS if anchor in heads]
+        for shape, line in examples.items() if present else ():
+            head = line[:_HEAD_BYTES]
+            if [anchor for anchor in present if anchor in head]:
+                meaning = self._meaning(head, line)
+                if meaning is not None:
+                    if len(self._shapes) >= _KEPT_SHAPES:
+                        self._shapes.clear()
+                    self._shapes[shape] = meaning
+        if len(self._dull) >= _KEPT_SHAPES:
             self._dull.clear()
-        self._dull.update(shape for shape in new - self._shapes.keys() if len(shape) <= _SHAPE_BYTES)
+        if len(new) < _KEPT_SHAPES // 4:
+            # A block with so many new shapes is one of texts, which do not come again.
+            self._dull.update(shape for shape in new - self._shapes.keys() if len(shape) <= _SHAPE_BYTES)
 
-    def _remember(self, shape: bytes, meaning: _Shape) -> None:
-        if len(self._shapes) >= _KEPT_SHAPES:
-            self._shapes.clear()
-        self._shapes[shape] = meaning
-
-    def _meaning(self, shape: bytes, raw: bytes) -> _Shape | None:
-        head = shape[:_SHAPE_BYTES]
-        text = _text_of(0, raw).text[:_LINE_CHARACTERS]
-        signs = []
-        for sign in self._signs:
-            if any(needle in head for needle in sign.needles) and sign.pattern.search(text):
-                signs.append(sign)
-                if sign.alone:
-                    break
-        facts = tuple(pattern for needles, pattern in FACTS if any(needle in head for needle in needles))
-        is_error = not signs and any(needle in head for needle in _ERROR_NEEDLES) and _ERROR_LINE.search(text)
-        if not signs and not facts and not is_error:
+    def _meaning(self, head: bytes, raw: bytes) -> _Shape | None:
+        if b"\r" in raw:
+            # What a progress bar wrote stands before what matters.
+            head = raw[-_HEAD_BYTES:]
+        rows = sorted({row for found in _NEEDLE.finditer(head) for row in _ROWS_OF[found[1]]})
+        if not rows:
+            return None
+        signs = [SIGNS[row] for row in rows if 0 <= row < len(SIGNS) and SIGNS[row].engine in self._engines]
+        facts = tuple(FACTS[row - len(SIGNS)][1] for row in rows if row >= len(SIGNS))
+        text = raw[:_LINE_CHARACTERS].decode("utf-8", "replace")
+        said = [sign for sign in signs if sign.pattern.search(text)]
+        if said and self._start.heard_enough(said):
+            # Millions of lines that say the same in other words: who said it, and when first, is known by now.
+            return None
+        message = _text_of(0, raw).message[:_LINE_CHARACTERS]
+        signs = [sign for sign in signs if sign.pattern.search(message)]
+        alone = next((sign for sign in signs if sign.alone), None)
+        if alone is not None:
+            signs = [alone]
+        if not signs and not facts and not (rows[0] == _ERROR_ROW and _ERROR_LINE.search(message)):
             return None
         return _Shape(tuple(signs), facts, may_be_counted=not _NEVER_ONLY_COUNTED & {sign.role for sign in signs})
 
@@ -157,10 +201,10 @@ class LogReader:
                     finding.count += 1
                     finding.last_line = number
                 continue
-            self._start.answered += _count_lines(lines, done, place)
+            self._start.answered += _count_answers(b"\n".join(lines[done:place]))
             done = place
             self._read_line(number, lines[place], meaning)
-        self._start.answered += _count_lines(lines, done, len(lines))
+        self._start.answered += _count_answers(b"\n".join(lines[done:]))
         for meaning in meanings:
             # What was only counted here was last said in this block; a few answers more or less do not matter.
             for finding in meaning.findings:
@@ -183,12 +227,12 @@ class LogReader:
 
     def _read_line(self, number: int, raw: bytes, meaning: _Shape) -> None:
         line = _text_of(number, raw)
-        whole, text = line.text, line.text[:_LINE_CHARACTERS]
+        message = line.message[:_LINE_CHARACTERS]
         for sign in meaning.signs:
-            if sign.role is Role.START and sign.pattern.search(text):
+            if sign.role is Role.START and sign.pattern.search(message):
                 self._begin(number, sign)
         for pattern in meaning.facts:
-            told = pattern.search(whole)
+            told = pattern.search(line.text)
             if told:
                 self._start.learn(line, told)
         if not meaning.signs:
@@ -196,7 +240,7 @@ class LogReader:
             return
         findings: list[Finding] = []
         for sign in meaning.signs:
-            found = sign.pattern.search(text)
+            found = sign.pattern.search(message)
             if found is None:
                 continue
             finding = self._start.take(line, sign, found)
@@ -227,11 +271,8 @@ def _text_of(number: int, raw: bytes) -> LogLine:
 
 
 def _count_answers(data: bytes) -> int:
-    return len(_ANSWERED.findall(data)) if any(mark in data for mark in _ANSWER_MARKS) else 0
-
-
-def _count_lines(lines: list[bytes], begin: int, end: int) -> int:
-    return sum(1 for line in lines[begin:end] if _ANSWERED.search(line)) if end > begin else 0
+    posted = len(_POSTED.findall(data)) if b'"POST /' in data else 0
+    return posted + sum(data.count(word) for word in _ANSWER_WORDS)
 
 
 def diagnose(source: Path | BinaryIO, *, engine: str | None = None) -> DiagnosedLog:

@@ -17,9 +17,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
             r"(?i)(\b[a-z_-]{0,40}(?:api[_-]?keys?|token|secret|passw(?:or)?d|access[_-]?key(?:[_-]?id)?|authorization|credentials?)"
-            r"""["']?\s?[=:]\s?)"""
-            + _NO_SECRET
-            + r"""(?:\[[^\]]*\]?|"[^"]*"?|'[^']*'?|[^\s,;)}\]]+)"""
+            r"""["']?\s?[=:]\s?)""" + _NO_SECRET + r"""(?:\[[^\]]*\]?|"[^"]*"?|'[^']*'?|[^\s,;)}\]]+)"""
         ),
         rf"\1{_GONE}",
     ),

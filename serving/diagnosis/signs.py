@@ -56,7 +56,7 @@ class Sign:
 
     Attributes:
         role: what it says.
-        needles: words, one of which a line must have, without digits and the letters a to f.
+        needles: words, one of which a line must have near its beginning.
         pattern: what the line must match; named groups are figures.
         failure: the class it names.
         engine: whose words they are; "" where several say so.
@@ -79,12 +79,8 @@ class Sign:
     alone: bool = False
 
 
-UNREAD = b"0123456789abcdef"
-"""Bytes that do not tell lines apart: digits, and the letters of hexadecimal identifiers."""
-
-
 def _needles(words: str) -> tuple[bytes, ...]:
-    return tuple(word.encode().translate(None, UNREAD) for word in words.split("|"))
+    return tuple(word.encode() for word in words.split("|"))
 
 
 def _sign(role: Role, needles: str, pattern: str, **more: object) -> Sign:
@@ -123,7 +119,7 @@ _LIFE: tuple[Sign, ...] = (
     _sign(Role.READY, "Application startup complete", r"Application startup complete"),
     _sign(Role.READY, "fired up and ready", r"server is fired up and ready", engine="sglang"),
     _sign(Role.READY, "listening on http|all slots are idle|model loaded", r"listening on http|all slots are idle|: model loaded\b", engine="llamacpp"),
-    _sign(Role.READY, "Connected", r"text_generation_router.*\bConnected$|^Connected$", engine="tgi"),
+    _sign(Role.READY, "Connected", r"(?:^|text_generation_router\S*: \S+: )Connected$", engine="tgi"),
     _sign(Role.STOP, "shutdown triggered|received signal|Shutting down", r"\[shutdown\] API server: shutdown triggered|trigger received signal=SIG(?:TERM|INT)|^(?:INFO:)?\s*Shutting down$"),
     _sign(Role.STOP, "SIGTERM|SIGINT|signal", r"(?i)\breceived (?:signal )?SIG(?:TERM|INT)\b|\b(?:got|caught) (?:signal )?SIG(?:TERM|INT)\b|SIGTERM received"),
     _sign(Role.STOP, "KeyboardInterrupt|cleaning up before exit|Gracefully exiting", r"\bKeyboardInterrupt\b|cleaning up before exit|Gracefully exiting"),
@@ -132,7 +128,7 @@ _LIFE: tuple[Sign, ...] = (
 
 _PHASES: tuple[Sign, ...] = (
     _phase(Phase.WEIGHTS, "Starting to load model|Load weight begin|checkpoint shards|loading model tensors", r"Starting to load model|Load weight begin|Loading \w+ checkpoint shards|loading model tensors"),
-    _phase(Phase.WEIGHTS, "Starting shard|Download", r"shard-manager: text_generation_launcher: Starting shard|Starting shard", "tgi"),
+    _phase(Phase.WEIGHTS, "Starting shard|Download", r"(?:^|: )Starting shard", "tgi"),
     _phase(Phase.PROFILE, "oading|Load weight end|Loading model weights", r"Model loading took|Loading model weights took|Load weight end"),
     _phase(Phase.PROFILE, "Warming up model", r"Warming up model", "tgi"),
     _phase(Phase.KV_CACHE, "KV cache|KV Cache|blocks:|constructing", r"Available KV cache memory|# (?:GPU|cuda) blocks|KV Cache is allocated|llama_context: constructing|llama_new_context_with_model: n_ctx"),
@@ -155,7 +151,6 @@ _NOTES: tuple[Sign, ...] = (
     _sign(Role.NOTE, "ulimit", r"Found ulimit of .*failed to automatically increase", alone=True),
     _sign(Role.NOTE, "shared memory broadcast", r"No available shared memory broadcast block found", alone=True),
     _sign(Role.NOTE, "memory pinning|expandable_segments|PYTORCH_CUDA_ALLOC", r"^If reserved but unallocated memory is large", alone=True),
-    _sign(Role.NOTE, "Failed to import|ignoring import error|falling back|Falling back", r"(?i)\bwarn(?:ing)?\b.*(?:Failed to import|ignoring import error|falling back)", alone=True),
     _sign(Role.NOTE, "wait_for_shutdown|force killing|sigterm", r"\[shutdown\] (?:Process manager|Executor|MPClient)|\[shutdown\] force killing", alone=True),
     _sign(Role.NOTE, "Killing local vLLM worker", r"Killing local vLLM worker processes", alone=True),
 )  # fmt: skip
@@ -280,7 +275,7 @@ _HOST: tuple[Sign, ...] = (
     _root(Failure.DISK_FULL, "No space left", r"No space left on device(?:.*?'(?P<path>[^']+)')?"),
     _root(Failure.LIMITS, "Too many open files", r"Too many open files"),
     _root(Failure.SHARED_MEMORY, "shared memory|Bus error|shm", r"(?i)bus error.*shared memory|insufficient shared memory|unable to (?:open|write to|mmap|allocate) shared memory|error while creating shared memory|no space left.*/dev/shm"),
-    _root(Failure.KILLED, "Out of memory:|out of memory:", r"(?P<scope>Memory cgroup out of memory|Out of memory): Kill(?:ed)? process (?P<pid>\d+),? \((?P<program>[^)]*)\)", kind="kernel"),
+    _root(Failure.KILLED, "Out of memory:|out of memory:", r"(?P<scope>Memory cgroup out of memory|Out of memory): Kill(?:ed)? process (?P<pid>\d+),? \((?P<program>[^)]*)\)", kind="oom_killer"),
     _root(Failure.KILLED, "OOMKilled", r"\"?OOMKilled\"?(?:[:=] ?true|\b(?![\"']?:))|Reason: +OOMKilled", kind="container"),
 )  # fmt: skip
 
@@ -394,6 +389,7 @@ FACTS: tuple[tuple[tuple[bytes, ...], re.Pattern[str]], ...] = tuple(
         ("non-default args|Namespace(|Initializing a", r"(?:'max_model_len': |max_model_len=|max_seq_len=)(?P<context_tokens>\d+)"),
         ("server_args=", r"context_length=(?P<context_tokens>\d+)"),
         ("non-default args|Namespace(", r"(?:'max_num_seqs': |max_num_seqs=)(?P<max_batch_size>\d+)"),
+        ("non-default args|Namespace(|max_num_batched_tokens", r"max_num_batched_tokens'?[:=] ?(?P<step_tokens>\d+)"),
         ("server_args=", r"max_running_requests=(?P<max_batch_size>\d+)"),
         ("non-default args|Namespace(|Initializing a", r"(?:'tensor_parallel_size': |tensor_parallel_size=)(?P<tensor_parallel_size>\d+)"),
         ("server_args=", r"\btp_size=(?P<tensor_parallel_size>\d+)"),
@@ -405,7 +401,7 @@ FACTS: tuple[tuple[tuple[bytes, ...], re.Pattern[str]], ...] = tuple(
         ("n_ctx", r"llama\w*: n_ctx +?= (?P<context_tokens>\d+)"),
         ("n_seq_max|n_slots", r"n_(?:seq_max|slots) += (?P<max_batch_size>\d+)"),
         ("n_ctx_slot", r"n_ctx_slot = (?P<context_tokens>\d+), kv_unified = 'true'"),
-        ("MiB free", r"using device \S+ .*?- (?P<free_bytes>\d+ MiB) free"),
+        ("MiB free", r"using device \S+ .*?- (?P<free_at_start_bytes>\d+ MiB) free"),
         ("model buffer size", r"(?:CUDA|ROCm|Vulkan|SYCL)\d* model buffer size = +(?P<weights_bytes>[\d.]+ MiB)"),
         ("port:", r"hostname: \S+, port: (?P<port>\d+)"),
         ("startup is less|on startup", r"Free memory on device(?: \S+)? \((?P<free_gib>[\d.]+)/(?P<total_gib>[\d.]+) GiB\)"),
