@@ -54,10 +54,20 @@ class _Knobs:
 
 
 _KNOBS: Mapping[str, _Knobs] = {
-    "vllm": _Knobs("max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size", "max_num_batched_tokens"),
-    "sglang": _Knobs("--context-length", "--max-running-requests", "--mem-fraction-static", "--tp-size", "--chunked-prefill-size"),
+    "vllm": _Knobs(
+        "max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size", "max_num_batched_tokens"
+    ),
+    "sglang": _Knobs(
+        "--context-length", "--max-running-requests", "--mem-fraction-static", "--tp-size", "--chunked-prefill-size"
+    ),
     "llamacpp": _Knobs("--ctx-size", "--parallel", "--n-gpu-layers", "--tensor-split", "--ubatch-size"),
-    "tgi": _Knobs("--max-total-tokens", "--max-concurrent-requests", "--cuda-memory-fraction", "--num-shard", "--max-batch-prefill-tokens"),
+    "tgi": _Knobs(
+        "--max-total-tokens",
+        "--max-concurrent-requests",
+        "--cuda-memory-fraction",
+        "--num-shard",
+        "--max-batch-prefill-tokens",
+    ),
 }  # fmt: skip
 
 
@@ -85,6 +95,15 @@ class _Case:
     def size(self, name: str) -> str | None:
         number = self.number(name)
         return None if number is None else _size(number)
+
+    @property
+    def smaller_weights(self) -> str:
+        """What to do where weights are too large for their cards."""
+        split = self.whole("tensor_parallel_size") or 1
+        return (
+            f"make the weights smaller on each card: {self.knobs.split} {2 * split} instead of {split}, or weights in "
+            "fewer bits"
+        )
 
     @property
     def shortage(self) -> str:
@@ -176,11 +195,13 @@ def _weights_unreadable(case: _Case) -> Advice:
     path = case.figures.get("path")
     place = path or "the model's folder"
     steps = {
-        "missing": f"check that {place} exists where the server runs (inside the container: the mount), with every shard that its index names",
+        "missing": f"check that {place} exists where the server runs (inside the container: the mount), with every "
+        "shard that its index names",
         "broken": f"fetch {place if path else 'that file'} again and compare size and hash with its source",
         "format": "give the server a file in the format it reads",
         "quantisation": "take weights whose quantisation this release supports",
-        "mismatch": "take config.json and all shards from one source: their tensors or their quantisation do not belong together",
+        "mismatch": "take config.json and all shards from one source: their tensors or their quantisation do not "
+        "belong together",
     }
     expected, found = case.whole("expected_tensors"), case.whole("found_tensors")
     cause = "the weights cannot be read"
@@ -206,9 +227,8 @@ def _weights_out_of_memory(case: _Case) -> Advice:
             f" until the model buffer is below {free}" if free else ""
         )
     else:
-        split = case.whole("tensor_parallel_size") or 1
-        step = f"make the weights smaller on each card: {case.knobs.split} {2 * split} instead of {split}, or weights in fewer bits"
-    doubts = ()
+        step = case.smaller_weights
+    doubts: tuple[str, ...] = ()
     total, own, free_bytes = case.number("total_bytes"), case.number("own_bytes"), case.number("free_bytes")
     if total and own and free_bytes is not None and total - own - free_bytes > 0.1 * total:
         others = _size(total - own - free_bytes)
@@ -237,9 +257,11 @@ def _memory_taken(case: _Case) -> Advice:
         "stop the other process on this card (`nvidia-smi` names it)",
     )
     if free is not None and total and wanted is not None and limit is not None:
-        cause = f"{case.knobs.utilization} {limit:g} wants {_size(wanted)} of the card, and {_size(free)} of {_size(total)} are free"
+        cause = f"{case.knobs.utilization} {limit:g} wants {_size(wanted)} of the card, and {_size(free)} of "
+        cause += f"{_size(total)} are free"
         share = math.floor(100 * free / total) / 100
-        step = f"stop the process that holds the other {_size(total - free)} (`nvidia-smi` names it), or set {case.knobs.utilization} to {share:.2f} at most"
+        step = f"stop the process that holds the other {_size(total - free)} (`nvidia-smi` names it), or set "
+        step += f"{case.knobs.utilization} to {share:.2f} at most"
     return _say(
         cause,
         step,
@@ -266,20 +288,21 @@ def _kv_cache_unallocated(case: _Case) -> Advice:
         # SGLang keeps (1 - fraction) of what was free before the weights; the pool gets what is left after them.
         short = f" ({_size(before - after)} of {_size(before)} are weights)"
         needed = 1 - after / before + 0.02
-    cause = f"after weights and workspace nothing is left for the KV cache under {knob}{'' if limit is None else f' {limit:g}'}{short}"
+    cause = f"after weights and workspace nothing is left for the KV cache under {knob}"
+    cause += ("" if limit is None else f" {limit:g}") + short
     if case.host:
         cause = f"the KV cache cannot be made: {case.shortage}"
     if needed is not None and limit is not None and needed <= limit:
         # The figures are not all that counted.
         needed = None
-    split = case.whole("tensor_parallel_size") or 1
     if needed is not None and needed <= _HIGHEST_UTILIZATION:
         step = f"set {knob} to {math.ceil(100 * needed) / 100:.2f}"
     elif needed is not None or (limit is not None and limit >= _HIGHEST_UTILIZATION):
-        step = f"make the weights smaller on each card: {case.knobs.split} {2 * split} instead of {split}, or weights in fewer bits"
+        step = case.smaller_weights
     else:
         more = f" by at least {_size(-available)} of the card" if available is not None and available < 0 else ""
-        step = f"raise {knob}{'' if limit is None else f' above {limit:g}'}{more}, {_HIGHEST_UTILIZATION} at most; if that does not do, take more cards or fewer bits"
+        step = f"raise {knob}{'' if limit is None else f' above {limit:g}'}{more}, {_HIGHEST_UTILIZATION} at most; if "
+        step += "that does not do, take more cards or fewer bits"
     return _say(
         cause,
         step,
@@ -302,7 +325,8 @@ def _llamacpp_cache(case: _Case, what: str) -> Advice:
         if asked and free is not None and weights is not None and 0 < free - weights < asked:
             fits = int(context * 0.9 * (free - weights) / asked)
             cause += f"; after {_size(weights)} of weights {_size(free - weights)} were left"
-        step = f"set --ctx-size to {max(256, fits // 256 * 256)} at most (or halve the cache with --cache-type-k q8_0 --cache-type-v q8_0)"
+        step = f"set --ctx-size to {max(256, fits // 256 * 256)} at most (or halve the cache with --cache-type-k q8_0 "
+        step += "--cache-type-v q8_0)"
     return _say(
         cause,
         step,
@@ -430,7 +454,7 @@ def _runtime_out_of_memory(case: _Case) -> Advice:
     return _say(
         f"{case.after}a step found no memory: {case.shortage}",
         step,
-        f"{case.knobs.context} and the size of the KV cache by themselves: the cache was taken whole at the start and did not grow",
+        f"{case.knobs.context} and the size of the KV cache by themselves: the cache was taken whole at the start",
         "restarting as it is: the same load brings it back",
         facts=("utilization_ratio",),
     )
@@ -452,7 +476,8 @@ def _request_refused(case: _Case) -> Advice:
         limit = f" below {context:,} tokens" if context is not None else ""
         return _say(
             cause,
-            f"keep prompt and max_tokens together{limit} at the client, or start the server with a longer {case.knobs.context}",
+            f"keep prompt and max_tokens together{limit} at the client, or start the server with a longer "
+            + case.knobs.context,
             *leave,
         )
     if case.sign.kind == "time-out":
@@ -473,12 +498,13 @@ def _communication(case: _Case) -> Advice:
     what = case.figures.get("what")
     if operation is not None and limit is not None:
         cause = f"{case.after}the cards waited {limit // 1000:,} s for one another in {operation}"
-        step = "find the rank that did not come (its last line, `py-spy dump`, GPU use 0 %): that one hangs or died, the others only wait"
+        step = "find the rank that did not come (its last line, `py-spy dump`, GPU use 0 %): it hangs or died, the "
+        step += "others only wait"
     else:
         cause = f"{case.after}the processes of the server could not talk to one another" + (
             f" ({what})" if what else ""
         )
-        step = "run once with NCCL_DEBUG=INFO: its last WARN line names the interface, the shared memory or the link that fails"
+        step = "run once with NCCL_DEBUG=INFO: its last WARN line names the interface, shared memory or link that fails"
     return _say(cause, step, "memory limit, context length and batch size: they do not touch communication")
 
 
@@ -488,7 +514,8 @@ def _hang(case: _Case) -> Advice:
         f"{case.after}the engine made no progress"
         + (f" for {limit:,} s" if limit is not None else "")
         + ", and its watchdog ended it",
-        "take `py-spy dump` of the workers and `nvidia-smi` while it hangs next time: a card at 100 % is a kernel, one at 0 % a lost rank",
+        "take `py-spy dump` of the workers and `nvidia-smi` while it hangs next time: a card at 100 % is a kernel, one "
+        "at 0 % a lost rank",
         "raising the watchdog's limit: it only hides the hang for longer",
     )
 
@@ -518,7 +545,8 @@ def _killed(case: _Case) -> Advice:
     cause = f"{case.after}a process was ended from outside" + (f" by {signal}" if signal else ", without a word")
     return _say(
         cause,
-        "look for 'Killed process' in `dmesg` and for OOMKilled in the container's state at that time: the memory limit is what sends signal 9 most often",
+        "look for 'Killed process' in `dmesg` and for OOMKilled in the container's state at that time: a memory limit "
+        "is what sends signal 9 most often",
         *leave,
     )
 
@@ -530,17 +558,20 @@ def _crashed(case: _Case) -> Advice:
     )
     step = "update the engine; if it comes again, report it with the lines before it"
     if signal == "SIGILL":
-        step = "take a build of the engine that was made for this processor: it met an instruction that this one does not have"
+        step = "take a build of the engine that was made for this processor: it met an instruction unknown to this one"
     return _say(cause, step, "memory settings: nothing in the log says that memory ran out")
 
 
 _XID = {
     13: ("a kernel on the card failed", False), 31: ("a kernel on the card touched memory that is not its own", False),
-    43: ("the card stopped working for one process", False), 45: ("the card's work was cut off, after an earlier error", False),
-    48: ("the card's memory has an error that could not be corrected", True), 63: ("a page of the card's memory was retired", True),
+    43: ("the card stopped working for one process", False),
+    45: ("the card's work was cut off, after an earlier error", False),
+    48: ("the card's memory has an error that could not be corrected", True),
+    63: ("a page of the card's memory was retired", True),
     64: ("a page of the card's memory could not be retired", True), 74: ("NVLink failed", True),
     79: ("the card fell off the bus", True), 92: ("the card's memory has many corrected errors", True),
-    94: ("the card's memory has an error, contained to one process", True), 95: ("the card's memory has an error, not contained", True),
+    94: ("the card's memory has an error, contained to one process", True),
+    95: ("the card's memory has an error, not contained", True),
     119: ("the card's own processor did not answer", True), 120: ("the card's own processor failed", True),
 }  # fmt: skip
 """What NVIDIA's "XID Errors" says of each, and whether it points at the hardware."""
@@ -572,7 +603,8 @@ def _driver(case: _Case) -> Advice:
     if case.sign.kind == "none":
         return _say(
             "the engine sees no card",
-            "check that `nvidia-smi` works where the server runs; for a container: --gpus all and the NVIDIA container toolkit",
+            "check that `nvidia-smi` works where the server runs; for a container: --gpus all and NVIDIA's container "
+            "toolkit",
             *leave,
         )
     if case.sign.kind == "library":
@@ -616,7 +648,8 @@ def _port_in_use(case: _Case) -> Advice:
     name = f"port {port}" if port else "the port"
     return _say(
         f"{name} is taken by another process",
-        f"stop the process that listens there (`ss -ltnp{f' sport = :{port}' if port else ''}` names it: often the last start of this server), or choose another port",
+        f"stop the process that listens there (`ss -ltnp{f' sport = :{port}' if port else ''}` names it: often the "
+        "last start of this server), or choose another port",
         "memory limit, batch size and context length",
     )
 

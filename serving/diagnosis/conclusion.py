@@ -523,9 +523,9 @@ def _confidence(
             )
         )
         low = silent
-    if chosen.sign.role in _TIERS and chosen.phase is Phase.SERVING and not _died(start) and start.stop_line is None:
-        if failure is not Failure.KV_CACHE_EXHAUSTED:
-            doubts.append("the log does not show that the server died of it")
+    went_on = not _died(start) and start.stop_line is None and failure is not Failure.KV_CACHE_EXHAUSTED
+    if chosen.sign.role in _TIERS and chosen.phase is Phase.SERVING and went_on:
+        doubts.append("the log does not show that the server died of it")
     if failure is Failure.REQUEST_REFUSED:
         doubts.append("the server itself is well as far as the log shows")
     rivals = {
@@ -580,8 +580,8 @@ def _state_text(start: Start, state: State, diagnosis: Diagnosis | None) -> str:
             text = f"the log ends at line {start.last_line}, {where}"
             if diagnosis is None and start.error is None:
                 text += (
-                    "; a process that is killed (signal 9, a container's memory limit) leaves no word: look at its exit "
-                    "code and at `dmesg` for 'Killed process'"
+                    "; a process that is killed (signal 9, a container's memory limit) leaves no word: look at its "
+                    "exit code and at `dmesg` for 'Killed process'"
                 )
             return text
         case State.DEAD:

@@ -11,13 +11,13 @@ How it stays small: shapes are kept up to a limit, findings by sign and not by l
 import re
 from collections import Counter, deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from serving.diagnosis.conclusion import Finding, Start, conclude, summarise
 from serving.diagnosis.signs import FACTS, SIGNS, Role, Sign
-from serving.diagnosis.words import DiagnosedLog, EarlierStart, Phase
+from serving.diagnosis.words import DiagnosedLog, EarlierStart
 from serving.log_lines import Block, LogLine, parse_line, read_blocks
 
 __all__ = ["LogReader", "diagnose"]
@@ -280,7 +280,8 @@ def diagnose(source: Path | BinaryIO, *, engine: str | None = None) -> Diagnosed
 
     Args:
         source: a log file, or an open binary stream (standard input).
-        engine: whose log it is, where the caller knows: `vllm`, `sglang`, `llamacpp` or `tgi`. Seen in the log when None.
+        engine: whose log it is, where the caller knows: `vllm`, `sglang`, `llamacpp` or `tgi`; seen in the log when
+            None.
 
     Returns:
         The diagnosis, or that no cause was found and what state the log leaves the server in.

@@ -11,6 +11,9 @@ to 3), PyTorch's and NCCL's error strings, the kernel's `mm/oom_kill.c`, NVIDIA'
 is met by at least one log under tests/samples.
 """
 
+# ruff: noqa: E501
+# A pattern is read, searched and compared whole.
+
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -118,202 +121,635 @@ _LIFE: tuple[Sign, ...] = (
     _start("tgi", "Args {", r"(?:^|: )Args \{"),
     _sign(Role.READY, "Application startup complete", r"Application startup complete"),
     _sign(Role.READY, "fired up and ready", r"server is fired up and ready", engine="sglang"),
-    _sign(Role.READY, "listening on http|all slots are idle|model loaded", r"listening on http|all slots are idle|: model loaded\b", engine="llamacpp"),
+    _sign(
+        Role.READY,
+        "listening on http|all slots are idle|model loaded",
+        r"listening on http|all slots are idle|: model loaded\b",
+        engine="llamacpp",
+    ),
     _sign(Role.READY, "Connected", r"(?:^|text_generation_router\S*: \S+: )Connected$", engine="tgi"),
-    _sign(Role.STOP, "shutdown triggered|received signal|Shutting down", r"\[shutdown\] API server: shutdown triggered|trigger received signal=SIG(?:TERM|INT)|^(?:INFO:)?\s*Shutting down$"),
-    _sign(Role.STOP, "SIGTERM|SIGINT|signal", r"(?i)\breceived (?:signal )?SIG(?:TERM|INT)\b|\b(?:got|caught) (?:signal )?SIG(?:TERM|INT)\b|SIGTERM received"),
-    _sign(Role.STOP, "KeyboardInterrupt|cleaning up before exit|Gracefully exiting", r"\bKeyboardInterrupt\b|cleaning up before exit|Gracefully exiting"),
+    _sign(
+        Role.STOP,
+        "shutdown triggered|received signal|Shutting down",
+        r"\[shutdown\] API server: shutdown triggered|trigger received signal=SIG(?:TERM|INT)|^(?:INFO:)?\s*Shutting down$",
+    ),
+    _sign(
+        Role.STOP,
+        "SIGTERM|SIGINT|signal",
+        r"(?i)\breceived (?:signal )?SIG(?:TERM|INT)\b|\b(?:got|caught) (?:signal )?SIG(?:TERM|INT)\b|SIGTERM received",
+    ),
+    _sign(
+        Role.STOP,
+        "KeyboardInterrupt|cleaning up before exit|Gracefully exiting",
+        r"\bKeyboardInterrupt\b|cleaning up before exit|Gracefully exiting",
+    ),
     _sign(Role.TRACEBACK, "Traceback (most", r"Traceback \(most recent call last\)"),
-)  # fmt: skip
+)
 
 _PHASES: tuple[Sign, ...] = (
-    _phase(Phase.WEIGHTS, "Starting to load model|Load weight begin|checkpoint shards|loading model tensors", r"Starting to load model|Load weight begin|Loading \w+ checkpoint shards|loading model tensors"),
+    _phase(
+        Phase.WEIGHTS,
+        "Starting to load model|Load weight begin|checkpoint shards|loading model tensors",
+        r"Starting to load model|Load weight begin|Loading \w+ checkpoint shards|loading model tensors",
+    ),
     _phase(Phase.WEIGHTS, "Starting shard|Download", r"(?:^|: )Starting shard", "tgi"),
-    _phase(Phase.PROFILE, "oading|Load weight end|Loading model weights", r"Model loading took|Loading model weights took|Load weight end"),
+    _phase(
+        Phase.PROFILE,
+        "oading|Load weight end|Loading model weights",
+        r"Model loading took|Loading model weights took|Load weight end",
+    ),
     _phase(Phase.PROFILE, "Warming up model", r"Warming up model", "tgi"),
-    _phase(Phase.KV_CACHE, "KV cache|KV Cache|blocks:|constructing", r"Available KV cache memory|# (?:GPU|cuda) blocks|KV Cache is allocated|llama_context: constructing|llama_new_context_with_model: n_ctx"),
-    _phase(Phase.GRAPHS, "KV cache size|Memory pool end|cuda graph|CUDA graph|apturing|KV buffer size|KV self size", r"KV cache size: |Memory pool end|(?i:capture \w* ?cuda graph begin)|Capturing (?:the model for )?CUDA graph|KV buffer size =|KV self size"),
-    _frame(Phase.WEIGHTS, "in load_model|in create_weights|in load_weights|in _initialize_model|in get_model", r"\bin (?:load_model|create_weights|load_weights|_initialize_model|get_model)\b"),
-    _frame(Phase.PROFILE, "in profile_run|in determine_|in warmup|in profile", r"\bin (?:profile_run|determine_available_memory|determine_num_available_blocks|warmup)\b"),
-    _frame(Phase.KV_CACHE, "kv_cache|memory_pool|cache_engine|init_cache", r"\bin (?:initialize_kv_cache\w*|_allocate_kv_cache\w*|init_memory_pool|initialize_cache|_init_cache_engine|init_kv_cache\w*|initialize_from_config)\b"),
-    _frame(Phase.GRAPHS, "capture_model|init_cuda_graphs|compile_or_warm|in capture", r"\bin (?:capture_model|init_cuda_graphs|init_device_graphs|compile_or_warm_up_model|capture)\b"),
-    _frame(Phase.SERVING, "run_busy_loop|run_engine_loop|event_loop|in prefill|in decode|execute_model", r"\bin (?:run_busy_loop|run_engine_loop|event_loop_\w+|Prefill|Decode|engine_step)\b|\bengine_core\.run_busy_loop\(\)"),
-)  # fmt: skip
+    _phase(
+        Phase.KV_CACHE,
+        "KV cache|KV Cache|blocks:|constructing",
+        r"Available KV cache memory|# (?:GPU|cuda) blocks|KV Cache is allocated|llama_context: constructing|llama_new_context_with_model: n_ctx",
+    ),
+    _phase(
+        Phase.GRAPHS,
+        "KV cache size|Memory pool end|cuda graph|CUDA graph|apturing|KV buffer size|KV self size",
+        r"KV cache size: |Memory pool end|(?i:capture \w* ?cuda graph begin)|Capturing (?:the model for )?CUDA graph|KV buffer size =|KV self size",
+    ),
+    _frame(
+        Phase.WEIGHTS,
+        "in load_model|in create_weights|in load_weights|in _initialize_model|in get_model",
+        r"\bin (?:load_model|create_weights|load_weights|_initialize_model|get_model)\b",
+    ),
+    _frame(
+        Phase.PROFILE,
+        "in profile_run|in determine_|in warmup|in profile",
+        r"\bin (?:profile_run|determine_available_memory|determine_num_available_blocks|warmup)\b",
+    ),
+    _frame(
+        Phase.KV_CACHE,
+        "kv_cache|memory_pool|cache_engine|init_cache",
+        r"\bin (?:initialize_kv_cache\w*|_allocate_kv_cache\w*|init_memory_pool|initialize_cache|_init_cache_engine|init_kv_cache\w*|initialize_from_config)\b",
+    ),
+    _frame(
+        Phase.GRAPHS,
+        "capture_model|init_cuda_graphs|compile_or_warm|in capture",
+        r"\bin (?:capture_model|init_cuda_graphs|init_device_graphs|compile_or_warm_up_model|capture)\b",
+    ),
+    _frame(
+        Phase.SERVING,
+        "run_busy_loop|run_engine_loop|event_loop|in prefill|in decode|execute_model",
+        r"\bin (?:run_busy_loop|run_engine_loop|event_loop_\w+|Prefill|Decode|engine_step)\b|\bengine_core\.run_busy_loop\(\)",
+    ),
+)
 
 _NOTES: tuple[Sign, ...] = (
     # Read first: each looks like a failure to a row below.
-    _sign(Role.NOTE, "retracted_reqs|Retract requests", r"#retracted_reqs|Retract requests", alone=True, engine="sglang", kind="retracted"),
-    _sign(Role.NOTE, "retrying with|retrying without|memory slot", r"retrying with smaller batch|retrying without pipeline|failed to find a memory slot", alone=True, engine="llamacpp"),
-    _sign(Role.NOTE, "fit params", r"(?:failed|unable) to fit (?:params|model)\b.*by reducing context", alone=True, engine="llamacpp", kind="cannot_fit"),
+    _sign(
+        Role.NOTE,
+        "retracted_reqs|Retract requests",
+        r"#retracted_reqs|Retract requests",
+        alone=True,
+        engine="sglang",
+        kind="retracted",
+    ),
+    _sign(
+        Role.NOTE,
+        "retrying with|retrying without|memory slot",
+        r"retrying with smaller batch|retrying without pipeline|failed to find a memory slot",
+        alone=True,
+        engine="llamacpp",
+    ),
+    _sign(
+        Role.NOTE,
+        "fit params",
+        r"(?:failed|unable) to fit (?:params|model)\b.*by reducing context",
+        alone=True,
+        engine="llamacpp",
+        kind="cannot_fit",
+    ),
     _sign(Role.NOTE, "fit params|params_fit", r"(?:fit_params|params_fit): ", alone=True, engine="llamacpp"),
     _sign(Role.NOTE, "destroy_process_group", r"destroy_process_group\(\) was not called", alone=True),
-    _sign(Role.NOTE, "resource_tracker|leaked", r"resource_tracker: There appear|\bleaked (?:function|type|instance|semaphore|shared)", alone=True),
+    _sign(
+        Role.NOTE,
+        "resource_tracker|leaked",
+        r"resource_tracker: There appear|\bleaked (?:function|type|instance|semaphore|shared)",
+        alone=True,
+    ),
     _sign(Role.NOTE, "ulimit", r"Found ulimit of .*failed to automatically increase", alone=True),
     _sign(Role.NOTE, "shared memory broadcast", r"No available shared memory broadcast block found", alone=True),
-    _sign(Role.NOTE, "memory pinning|expandable_segments|PYTORCH_CUDA_ALLOC", r"^If reserved but unallocated memory is large", alone=True),
-    _sign(Role.NOTE, "wait_for_shutdown|force killing|sigterm", r"\[shutdown\] (?:Process manager|Executor|MPClient)|\[shutdown\] force killing", alone=True),
+    _sign(
+        Role.NOTE,
+        "memory pinning|expandable_segments|PYTORCH_CUDA_ALLOC",
+        r"^If reserved but unallocated memory is large",
+        alone=True,
+    ),
+    _sign(
+        Role.NOTE,
+        "wait_for_shutdown|force killing|sigterm",
+        r"\[shutdown\] (?:Process manager|Executor|MPClient)|\[shutdown\] force killing",
+        alone=True,
+    ),
     _sign(Role.NOTE, "Killing local vLLM worker", r"Killing local vLLM worker processes", alone=True),
-)  # fmt: skip
+)
 
 _FILES: tuple[Sign, ...] = (
-    _root(Failure.WEIGHTS_UNREADABLE, "Quantization method", r"(?i)Quantization method specified in the model config \((?P<config_quantization>[\w.-]+)\) does not match the quantization method specified in the [`']?quantization[`']? argument \((?P<asked_quantization>[\w.-]+)\)", kind="quantisation",
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "Quantization method",
+        r"(?i)Quantization method specified in the model config \((?P<config_quantization>[\w.-]+)\) does not match the quantization method specified in the [`']?quantization[`']? argument \((?P<asked_quantization>[\w.-]+)\)",
+        kind="quantisation",
         cause="the weights are quantised as {config_quantization}, and the command line asks for {asked_quantization}",
-        next_step="remove --quantization {asked_quantization}: the weights say themselves how they are quantised"),
-    _root(Failure.WEIGHTS_UNREADABLE, "config file for", r"Cannot find the config file for (?P<asked_quantization>\w+)", kind="quantisation",
+        next_step="remove --quantization {asked_quantization}: the weights say themselves how they are quantised",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "config file for",
+        r"Cannot find the config file for (?P<asked_quantization>\w+)",
+        kind="quantisation",
         cause="{asked_quantization} was asked for, and these weights were not quantised with it",
-        next_step="remove --quantization {asked_quantization}, or point the server at weights that were quantised with it"),
-    _root(Failure.WEIGHTS_UNREADABLE, "uantization", r"(?i)unknown quantization method:? [`'\"]?(?P<asked_quantization>[\w.-]+)", kind="quantisation",
-        cause="the quantisation {asked_quantization} is not known to this release"),
-    _root(Failure.WEIGHTS_UNREADABLE, "any model weights", r"Cannot find any model weights with [`'\"]?(?P<path>[^`'\"\s]+)", kind="missing",
-        cause="there are no weights at {path}"),
-    _root(Failure.WEIGHTS_UNREADABLE, "No such file or", rf"(?:FileNotFoundError|No such file or directory|failed to open GGUF file).*?(?P<path>{_WEIGHT_FILE})", kind="missing",
-        cause="{path} is not there"),
-    _root(Failure.WEIGHTS_UNREADABLE, "No such file or|to open GGUF|failed to open", r"failed to open (?:GGUF file )?'?(?P<path>[^'\s]+)'?.*No such file", kind="missing", engine="llamacpp",
-        cause="{path} is not there"),
-    _root(Failure.WEIGHTS_UNREADABLE, "not a local folder|not appear to have a file|load the configuration|Repository Not Found|valid repository", r"(?P<path>\S+) is not a local folder and is not a valid model identifier|(?P<path2>\S+) does not appear to have a file named|Can't load the configuration of '(?P<path3>[^']+)'|Repository Not Found for url: \S*?/(?P<path4>[\w.-]+/[\w.-]+)/resolve", kind="missing",
-        cause="there is no model at {path}"),
-    _root(Failure.WEIGHTS_UNREADABLE, "outgoing traffic|couldn't connect to|LocalEntryNotFound", r"outgoing traffic has been disabled|[Cc]ouldn't connect to 'https://huggingface\.co|LocalEntryNotFoundError", kind="offline",
+        next_step="remove --quantization {asked_quantization}, or point the server at weights that were quantised with it",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "uantization",
+        r"(?i)unknown quantization method:? [`'\"]?(?P<asked_quantization>[\w.-]+)",
+        kind="quantisation",
+        cause="the quantisation {asked_quantization} is not known to this release",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "any model weights",
+        r"Cannot find any model weights with [`'\"]?(?P<path>[^`'\"\s]+)",
+        kind="missing",
+        cause="there are no weights at {path}",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "No such file or",
+        rf"(?:FileNotFoundError|No such file or directory|failed to open GGUF file).*?(?P<path>{_WEIGHT_FILE})",
+        kind="missing",
+        cause="{path} is not there",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "No such file or|to open GGUF|failed to open",
+        r"failed to open (?:GGUF file )?'?(?P<path>[^'\s]+)'?.*No such file",
+        kind="missing",
+        engine="llamacpp",
+        cause="{path} is not there",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "not a local folder|not appear to have a file|load the configuration|Repository Not Found|valid repository",
+        r"(?P<path>\S+) is not a local folder and is not a valid model identifier|(?P<path2>\S+) does not appear to have a file named|Can't load the configuration of '(?P<path3>[^']+)'|Repository Not Found for url: \S*?/(?P<path4>[\w.-]+/[\w.-]+)/resolve",
+        kind="missing",
+        cause="there is no model at {path}",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "outgoing traffic|couldn't connect to|LocalEntryNotFound",
+        r"outgoing traffic has been disabled|[Cc]ouldn't connect to 'https://huggingface\.co|LocalEntryNotFoundError",
+        kind="offline",
         cause="the model is not on this machine, and the hub cannot be reached from it",
-        next_step="download the model to this machine and give its folder as the model's path"),
-    _root(Failure.WEIGHTS_UNREADABLE, "deserializing header|SafetensorError", r"SafetensorError\b.*?: (?P<what>.+)|Error while deserializing header: (?P<what2>.+)", kind="broken",
-        cause="a shard is cut short or broken: {what}"),
-    _root(Failure.WEIGHTS_UNREADABLE, "PytorchStreamReader|invalid load key", r"PytorchStreamReader failed|invalid load key", kind="broken",
-        cause="a shard is cut short or broken"),
-    _root(Failure.WEIGHTS_UNREADABLE, "within the file bounds", r"tensor '(?P<tensor>[^']+)' data is not within the file bounds", kind="broken", engine="llamacpp",
-        cause="the file ends before tensor {tensor}: it is cut short"),
-    _root(Failure.WEIGHTS_UNREADABLE, "invalid magic|read magic|bad magic|unsupported file", r"invalid magic (?:characters|number)|failed to read magic|bad magic", kind="format", engine="llamacpp",
-        cause="the file is not a GGUF file"),
-    _root(Failure.WEIGHTS_UNREADABLE, "number of tensors|missing tensor|wrong shape|split file", r"wrong number of tensors; expected (?P<expected_tensors>\d+), got (?P<found_tensors>\d+)|missing tensor '(?P<tensor>[^']+)'|tensor '(?P<tensor2>[^']+)' has wrong shape|(?:illegal|invalid) split (?:file|count|idx)", kind="mismatch", engine="llamacpp"),
-    _root(Failure.WEIGHTS_UNREADABLE, "KeyError", r"KeyError: ['\"](?P<tensor>[\w.]+\.(?:weight|qweight|qzeros|scales|bias|weight_scale\w*|input_scale|lora_\w))['\"]", kind="mismatch",
-        cause="the model that was built has no place for tensor {tensor}: format or quantisation of the weights is not what the configuration says"),
-    _root(Failure.WEIGHTS_UNREADABLE, "no module or parameter named|size mismatch for|not initialized from|load weight", r"There is no module or parameter named '(?P<tensor>[^']+)'|size mismatch for (?P<tensor2>[\w.]+)|[Ff]ollowing weights were not initialized from checkpoint|Attempted to load weight", kind="mismatch"),
-    _root(Failure.MODEL_UNSUPPORTED, "odel architectures", r"Model architectures \[(?P<architecture>[^\]]*)\] (?:are not supported|failed to be inspected)",
+        next_step="download the model to this machine and give its folder as the model's path",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "deserializing header|SafetensorError",
+        r"SafetensorError\b.*?: (?P<what>.+)|Error while deserializing header: (?P<what2>.+)",
+        kind="broken",
+        cause="a shard is cut short or broken: {what}",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "PytorchStreamReader|invalid load key",
+        r"PytorchStreamReader failed|invalid load key",
+        kind="broken",
+        cause="a shard is cut short or broken",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "within the file bounds",
+        r"tensor '(?P<tensor>[^']+)' data is not within the file bounds",
+        kind="broken",
+        engine="llamacpp",
+        cause="the file ends before tensor {tensor}: it is cut short",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "invalid magic|read magic|bad magic|unsupported file",
+        r"invalid magic (?:characters|number)|failed to read magic|bad magic",
+        kind="format",
+        engine="llamacpp",
+        cause="the file is not a GGUF file",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "number of tensors|missing tensor|wrong shape|split file",
+        r"wrong number of tensors; expected (?P<expected_tensors>\d+), got (?P<found_tensors>\d+)|missing tensor '(?P<tensor>[^']+)'|tensor '(?P<tensor2>[^']+)' has wrong shape|(?:illegal|invalid) split (?:file|count|idx)",
+        kind="mismatch",
+        engine="llamacpp",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "KeyError",
+        r"KeyError: ['\"](?P<tensor>[\w.]+\.(?:weight|qweight|qzeros|scales|bias|weight_scale\w*|input_scale|lora_\w))['\"]",
+        kind="mismatch",
+        cause="the model that was built has no place for tensor {tensor}: format or quantisation of the weights is not what the configuration says",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "no module or parameter named|size mismatch for|not initialized from|load weight",
+        r"There is no module or parameter named '(?P<tensor>[^']+)'|size mismatch for (?P<tensor2>[\w.]+)|[Ff]ollowing weights were not initialized from checkpoint|Attempted to load weight",
+        kind="mismatch",
+    ),
+    _root(
+        Failure.MODEL_UNSUPPORTED,
+        "odel architectures",
+        r"Model architectures \[(?P<architecture>[^\]]*)\] (?:are not supported|failed to be inspected)",
         cause="this release does not know the architecture {architecture}",
-        next_step="update the engine to a release that lists {architecture}"),
-    _root(Failure.MODEL_UNSUPPORTED, "unknown model architecture", r"unknown model architecture: '(?P<architecture>[^']*)'", engine="llamacpp",
+        next_step="update the engine to a release that lists {architecture}",
+    ),
+    _root(
+        Failure.MODEL_UNSUPPORTED,
+        "unknown model architecture",
+        r"unknown model architecture: '(?P<architecture>[^']*)'",
+        engine="llamacpp",
         cause="this build of llama.cpp does not know the architecture '{architecture}'",
-        next_step="update llama.cpp to a build that supports '{architecture}', or check that the file is a language model"),
-    _root(Failure.MODEL_UNSUPPORTED, "recognize this architecture", r"model type [`'](?P<architecture>[\w.-]+)[`'] but Transformers does not recognize",
+        next_step="update llama.cpp to a build that supports '{architecture}', or check that the file is a language model",
+    ),
+    _root(
+        Failure.MODEL_UNSUPPORTED,
+        "recognize this architecture",
+        r"model type [`'](?P<architecture>[\w.-]+)[`'] but Transformers does not recognize",
         cause="the installed transformers does not know the model type {architecture}",
-        next_step="update transformers (and the engine with it) to a release that knows {architecture}"),
-    _root(Failure.MODEL_UNSUPPORTED, "Unsupported model type", r"Unsupported model type (?P<architecture>\S+)",
+        next_step="update transformers (and the engine with it) to a release that knows {architecture}",
+    ),
+    _root(
+        Failure.MODEL_UNSUPPORTED,
+        "Unsupported model type",
+        r"Unsupported model type (?P<architecture>\S+)",
         cause="this release does not know the model type {architecture}",
-        next_step="update the engine to a release that lists {architecture}"),
-    _root(Failure.MODEL_UNSUPPORTED, "trust_remote_code|custom code", r"(?:set the option|pass the argument) [`'\"]?trust_remote_code=True|contains custom code which must be executed|requires you to execute the configuration file", kind="custom_code",
+        next_step="update the engine to a release that lists {architecture}",
+    ),
+    _root(
+        Failure.MODEL_UNSUPPORTED,
+        "trust_remote_code|custom code",
+        r"(?:set the option|pass the argument) [`'\"]?trust_remote_code=True|contains custom code which must be executed|requires you to execute the configuration file",
+        kind="custom_code",
         cause="the model's folder brings its own Python code, and the engine was not allowed to run it",
-        next_step="read that code, then start the server with --trust-remote-code"),
-    _root(Failure.MODEL_UNSUPPORTED, "only supported on", r"(?P<dtype>[Bb]float\d+) is only supported on \w+ with compute capability of at least (?P<wanted_capability>[\d.]*\d).*?Your (?P<card>.+?) (?:GPU |XPU )?has compute capability (?P<capability>[\d.]*\d)", kind="card",
+        next_step="read that code, then start the server with --trust-remote-code",
+    ),
+    _root(
+        Failure.MODEL_UNSUPPORTED,
+        "only supported on",
+        r"(?P<dtype>[Bb]float\d+) is only supported on \w+ with compute capability of at least (?P<wanted_capability>[\d.]*\d).*?Your (?P<card>.+?) (?:GPU |XPU )?has compute capability (?P<capability>[\d.]*\d)",
+        kind="card",
         cause="{dtype} needs compute capability {wanted_capability}, and {card} has {capability}",
-        next_step="start the server with --dtype half"),
-    _root(Failure.MODEL_UNSUPPORTED, "not supported for the current", r"quantization method (?P<asked_quantization>[\w.-]+) is not supported for the current GPU\. Minimum capability: (?P<wanted_capability>\d+)\. Current capability: (?P<capability>\d+)", kind="card",
+        next_step="start the server with --dtype half",
+    ),
+    _root(
+        Failure.MODEL_UNSUPPORTED,
+        "not supported for the current",
+        r"quantization method (?P<asked_quantization>[\w.-]+) is not supported for the current GPU\. Minimum capability: (?P<wanted_capability>\d+)\. Current capability: (?P<capability>\d+)",
+        kind="card",
         cause="the quantisation {asked_quantization} needs compute capability {wanted_capability} (tenths), and this card has {capability}",
-        next_step="take weights in a quantisation that this card can compute, or another card"),
-    _root(Failure.MODEL_UNSUPPORTED, "compute capability below", r"GPUs with compute capability below (?P<wanted_capability>[\d.]*\d) are not supported", kind="card",
+        next_step="take weights in a quantisation that this card can compute, or another card",
+    ),
+    _root(
+        Failure.MODEL_UNSUPPORTED,
+        "compute capability below",
+        r"GPUs with compute capability below (?P<wanted_capability>[\d.]*\d) are not supported",
+        kind="card",
         cause="this card's compute capability is below {wanted_capability}, the least that the engine supports",
-        next_step="take a newer card, or an engine that supports this one (llama.cpp)"),
-)  # fmt: skip
+        next_step="take a newer card, or an engine that supports this one (llama.cpp)",
+    ),
+)
 
 _MEMORY: tuple[Sign, ...] = (
-    _root(Failure.MEMORY_TAKEN, "on startup is less than", r"Free memory on device .*on startup is less than desired GPU memory utilization", engine="vllm"),
-    _root(Failure.MEMORY_TAKEN, "in memory profiling", r"Error in memory profiling\. Initial free memory (?P<free_bytes>[\d.]+ \w+), current free memory (?P<later_free_bytes>[\d.]+ \w+)", engine="vllm", kind="race",
+    _root(
+        Failure.MEMORY_TAKEN,
+        "on startup is less than",
+        r"Free memory on device .*on startup is less than desired GPU memory utilization",
+        engine="vllm",
+    ),
+    _root(
+        Failure.MEMORY_TAKEN,
+        "in memory profiling",
+        r"Error in memory profiling\. Initial free memory (?P<free_bytes>[\d.]+ \w+), current free memory (?P<later_free_bytes>[\d.]+ \w+)",
+        engine="vllm",
+        kind="race",
         cause="memory of the card was freed by another process while vLLM measured it ({free_bytes} free before, {later_free_bytes} after)",
-        next_step="start the servers that share this card one after the other"),
-    _root(Failure.WEIGHTS_OUT_OF_MEMORY, "Failed to load model", r"Failed to load model - not enough GPU memory", engine="vllm"),
-    _root(Failure.WEIGHTS_OUT_OF_MEMORY, "unable to allocate", r"error loading model: unable to allocate (?P<backend>\S+) buffer", engine="llamacpp"),
+        next_step="start the servers that share this card one after the other",
+    ),
+    _root(
+        Failure.WEIGHTS_OUT_OF_MEMORY,
+        "Failed to load model",
+        r"Failed to load model - not enough GPU memory",
+        engine="vllm",
+    ),
+    _root(
+        Failure.WEIGHTS_OUT_OF_MEMORY,
+        "unable to allocate",
+        r"error loading model: unable to allocate (?P<backend>\S+) buffer",
+        engine="llamacpp",
+    ),
     _root(Failure.KV_CACHE_UNALLOCATED, "for kv cache", r"failed to allocate buffer for kv cache", engine="llamacpp"),
-    _root(Failure.WARM_UP, "compute buffers|compute pp buffers|compute tg buffers", r"failed to allocate compute (?:pp |tg )?buffers", engine="llamacpp"),
-    _root(Failure.KV_CACHE_UNALLOCATED, "Not enough memory. Please try", r"Not enough memory\. Please try to increase --mem-fraction-static", engine="sglang"),
+    _root(
+        Failure.WARM_UP,
+        "compute buffers|compute pp buffers|compute tg buffers",
+        r"failed to allocate compute (?:pp |tg )?buffers",
+        engine="llamacpp",
+    ),
+    _root(
+        Failure.KV_CACHE_UNALLOCATED,
+        "Not enough memory. Please try",
+        r"Not enough memory\. Please try to increase --mem-fraction-static",
+        engine="sglang",
+    ),
     _root(Failure.KV_CACHE_BELOW_REQUEST, "Memory pool size is", r"Memory pool size is too small", engine="sglang"),
-    _root(Failure.WARM_UP, "warming up sampler", r"out of memory occurred when warming up (?:sampler|pooler) with (?P<warm_up_requests>\d+) dummy requests", engine="vllm"),
+    _root(
+        Failure.WARM_UP,
+        "warming up sampler",
+        r"out of memory occurred when warming up (?:sampler|pooler) with (?P<warm_up_requests>\d+) dummy requests",
+        engine="vllm",
+    ),
     _root(Failure.WARM_UP, "graph failed", r"(?i)capture \w* ?cuda graph failed: .*out of memory", engine="sglang"),
-    _root(Failure.WARM_UP, "Not enough memory to handle", r"Not enough memory to handle (?P<prefill_tokens>\d+) (?:prefill|total) tokens|Not enough memory to handle `?max_total_tokens", engine="tgi"),
-    _root(Failure.SETTINGS, "available Mamba cache blocks", r"max_num_seqs \((?P<max_batch_size>\d+)\) exceeds available Mamba cache blocks \((?P<fits_requests>\d+)\)", engine="vllm",
+    _root(
+        Failure.WARM_UP,
+        "Not enough memory to handle",
+        r"Not enough memory to handle (?P<prefill_tokens>\d+) (?:prefill|total) tokens|Not enough memory to handle `?max_total_tokens",
+        engine="tgi",
+    ),
+    _root(
+        Failure.SETTINGS,
+        "available Mamba cache blocks",
+        r"max_num_seqs \((?P<max_batch_size>\d+)\) exceeds available Mamba cache blocks \((?P<fits_requests>\d+)\)",
+        engine="vllm",
         cause="max_num_seqs is {max_batch_size}, and the state cache holds {fits_requests} requests",
-        next_step="set max_num_seqs to {fits_requests} at most"),
-    _root(Failure.KV_CACHE_EXHAUSTED, "alloc_req_slots|out of memory. Try to lower", r"alloc_req_slots runs out of memory|(?:Prefill|Decode) out of memory\. Try to lower", engine="sglang"),
-    _root(Failure.KV_CACHE_EXHAUSTED, "KV cache is full", r"failed to decode the batch: KV cache is full", engine="llamacpp"),
-    _sign(Role.MEMORY, "CUBLAS_STATUS_ALLOC_FAILED|out of memory", r"CUBLAS_STATUS_ALLOC_FAILED|Cuda failure (?:\d+ )?'out of memory'"),
-    _sign(Role.MEMORY, "insufficient memory|allocate memory|bad_alloc|MemoryError|Cannot allocate|to allocate buffer of size", r"ggml_aligned_malloc: insufficient memory|DefaultCPUAllocator: (?:can't|not enough)|std::bad_alloc|\bMemoryError\b|Cannot allocate memory|cpu_buffer_type_alloc_buffer: failed to allocate buffer of size", kind="host"),
-)  # fmt: skip
+        next_step="set max_num_seqs to {fits_requests} at most",
+    ),
+    _root(
+        Failure.KV_CACHE_EXHAUSTED,
+        "alloc_req_slots|out of memory. Try to lower",
+        r"alloc_req_slots runs out of memory|(?:Prefill|Decode) out of memory\. Try to lower",
+        engine="sglang",
+    ),
+    _root(
+        Failure.KV_CACHE_EXHAUSTED,
+        "KV cache is full",
+        r"failed to decode the batch: KV cache is full",
+        engine="llamacpp",
+    ),
+    _sign(
+        Role.MEMORY,
+        "CUBLAS_STATUS_ALLOC_FAILED|out of memory",
+        r"CUBLAS_STATUS_ALLOC_FAILED|Cuda failure (?:\d+ )?'out of memory'",
+    ),
+    _sign(
+        Role.MEMORY,
+        "insufficient memory|allocate memory|bad_alloc|MemoryError|Cannot allocate|to allocate buffer of size",
+        r"ggml_aligned_malloc: insufficient memory|DefaultCPUAllocator: (?:can't|not enough)|std::bad_alloc|\bMemoryError\b|Cannot allocate memory|cpu_buffer_type_alloc_buffer: failed to allocate buffer of size",
+        kind="host",
+    ),
+)
 
 _DRIVER: tuple[Sign, ...] = (
-    _root(Failure.DRIVER, "NVIDIA driver on your system is too old|driver version is insufficient|InsufficientDriver", r"driver on your system is too old(?: \(found version (?P<driver_cuda>\d+)\))?|CUDA driver version is insufficient|cudaErrorInsufficientDriver", kind="old"),
-    _root(Failure.DRIVER, "no NVIDIA driver|infer device type|No CUDA GPUs|CUDA-capable device|to initialize CUDA", r"Found no NVIDIA driver|Failed to infer device type|No CUDA GPUs are available|no CUDA-capable device is detected|failed to initialize CUDA", kind="none"),
-    _root(Failure.DRIVER, "no kernel image|BinaryForGpu|unsupported toolchain", r"no kernel image is available for execution|hipErrorNoBinaryForGpu|PTX was compiled with an unsupported toolchain", kind="kernel",
+    _root(
+        Failure.DRIVER,
+        "NVIDIA driver on your system is too old|driver version is insufficient|InsufficientDriver",
+        r"driver on your system is too old(?: \(found version (?P<driver_cuda>\d+)\))?|CUDA driver version is insufficient|cudaErrorInsufficientDriver",
+        kind="old",
+    ),
+    _root(
+        Failure.DRIVER,
+        "no NVIDIA driver|infer device type|No CUDA GPUs|CUDA-capable device|to initialize CUDA",
+        r"Found no NVIDIA driver|Failed to infer device type|No CUDA GPUs are available|no CUDA-capable device is detected|failed to initialize CUDA",
+        kind="none",
+    ),
+    _root(
+        Failure.DRIVER,
+        "no kernel image|BinaryForGpu|unsupported toolchain",
+        r"no kernel image is available for execution|hipErrorNoBinaryForGpu|PTX was compiled with an unsupported toolchain",
+        kind="kernel",
         cause="the installed build holds no code for this card's generation",
-        next_step="install a build of the engine and of PyTorch that was made for this card's compute capability"),
-    _root(Failure.DRIVER, "illegal memory access|device-side assert|misaligned address|unspecified launch|Memory access fault|illegal instruction was", r"(?P<what>illegal memory access|device-side assert|misaligned address|unspecified launch failure|Memory access fault by GPU|illegal instruction was encountered)", kind="kernel_fault",
+        next_step="install a build of the engine and of PyTorch that was made for this card's compute capability",
+    ),
+    _root(
+        Failure.DRIVER,
+        "illegal memory access|device-side assert|misaligned address|unspecified launch|Memory access fault|illegal instruction was",
+        r"(?P<what>illegal memory access|device-side assert|misaligned address|unspecified launch failure|Memory access fault by GPU|illegal instruction was encountered)",
+        kind="kernel_fault",
         cause="a kernel on the card failed ({what})",
-        next_step="update the engine; if it comes again, run once with CUDA_LAUNCH_BLOCKING=1 to learn which kernel, and look in the kernel's log for Xid lines"),
-    _root(Failure.DRIVER, "uncorrectable|fallen off the bus", r"uncorrectable (?P<what>ECC|NVLink) error|(?P<what2>fallen off the bus)", kind="card",
+        next_step="update the engine; if it comes again, run once with CUDA_LAUNCH_BLOCKING=1 to learn which kernel, and look in the kernel's log for Xid lines",
+    ),
+    _root(
+        Failure.DRIVER,
+        "uncorrectable|fallen off the bus",
+        r"uncorrectable (?P<what>ECC|NVLink) error|(?P<what2>fallen off the bus)",
+        kind="card",
         cause="the card itself failed ({what})",
-        next_step="take the machine out of service and have the card checked"),
+        next_step="take the machine out of service and have the card checked",
+    ),
     _root(Failure.DRIVER, "NVRM: Xi", r"NVRM: Xid \(.*?\): (?P<xid>\d+)", kind="xid"),
-    _root(Failure.DRIVER, "cannot open shared|undefined symbol|not found (required", r"(?P<library>lib[\w.+-]+\.so[\w.]*): cannot open shared object file|undefined symbol: (?P<symbol>\S+)|version `(?P<library2>[\w.]+)' not found \(required by", kind="library"),
-    _root(Failure.DRIVER, "CUBLAS_STATUS|CUDNN_STATUS|forward compatibility", r"(?P<what>CU(?:BLAS|DNN)_STATUS_(?!ALLOC)\w+)|(?P<what2>forward compatibility was attempted)", kind="library",
+    _root(
+        Failure.DRIVER,
+        "cannot open shared|undefined symbol|not found (required",
+        r"(?P<library>lib[\w.+-]+\.so[\w.]*): cannot open shared object file|undefined symbol: (?P<symbol>\S+)|version `(?P<library2>[\w.]+)' not found \(required by",
+        kind="library",
+    ),
+    _root(
+        Failure.DRIVER,
+        "CUBLAS_STATUS|CUDNN_STATUS|forward compatibility",
+        r"(?P<what>CU(?:BLAS|DNN)_STATUS_(?!ALLOC)\w+)|(?P<what2>forward compatibility was attempted)",
+        kind="library",
         cause="a CUDA library failed ({what})",
-        next_step="install the CUDA libraries that this build of PyTorch was made for"),
-)  # fmt: skip
+        next_step="install the CUDA libraries that this build of PyTorch was made for",
+    ),
+)
 
 _HOST: tuple[Sign, ...] = (
-    _root(Failure.SETTINGS, "must be divisible", r"\((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<tensor_parallel_size>\d+)\)|(?P<what>[\w ]*?\d+) (?:is not|must be) divisible by (?:the )?(?:tensor|tp)\w*",
-        kind="split"),
-    _root(Failure.SETTINGS, "greater than the derived", r"User-specified max_model_len \((?P<asked_tokens>\d+)\) is greater than the derived max_model_len .*?(?P<context_tokens>\d+)", engine="vllm",
+    _root(
+        Failure.SETTINGS,
+        "must be divisible",
+        r"\((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<tensor_parallel_size>\d+)\)|(?P<what>[\w ]*?\d+) (?:is not|must be) divisible by (?:the )?(?:tensor|tp)\w*",
+        kind="split",
+    ),
+    _root(
+        Failure.SETTINGS,
+        "greater than the derived",
+        r"User-specified max_model_len \((?P<asked_tokens>\d+)\) is greater than the derived max_model_len .*?(?P<context_tokens>\d+)",
+        engine="vllm",
         cause="max_model_len is {asked_tokens}, and the model was made for {context_tokens}",
-        next_step="set max_model_len to {context_tokens} at most"),
-    _root(Failure.SETTINGS, "unrecognized arguments|invalid argument:|unknown argument", r"error: unrecognized arguments?: (?P<what>\S+)|error: (?:invalid|unknown) argument: (?P<what2>\S+)|unexpected argument '(?P<what3>[^']+)' found",
+        next_step="set max_model_len to {context_tokens} at most",
+    ),
+    _root(
+        Failure.SETTINGS,
+        "unrecognized arguments|invalid argument:|unknown argument",
+        r"error: unrecognized arguments?: (?P<what>\S+)|error: (?:invalid|unknown) argument: (?P<what2>\S+)|unexpected argument '(?P<what3>[^']+)' found",
         cause="the engine does not know the argument {what}",
-        next_step="remove {what}, or update to a release that has it (`--help` lists them)"),
-    _root(Failure.SETTINGS, "number of available GPUs", r"(?:larger than|exceeds) the (?:total )?number of available GPUs",
+        next_step="remove {what}, or update to a release that has it (`--help` lists them)",
+    ),
+    _root(
+        Failure.SETTINGS,
+        "number of available GPUs",
+        r"(?:larger than|exceeds) the (?:total )?number of available GPUs",
         cause="more cards are asked for than the engine sees",
-        next_step="set the tensor parallel size to the number of cards that `nvidia-smi -L` lists inside the container"),
-    _root(Failure.PORT_IN_USE, "ddress already in use|EADDRINUSE|couldn't bind|attempting to bind", r"[Aa]ddress already in use|EADDRINUSE|couldn't bind (?:to )?(?:HTTP )?server socket"),
-    _root(Failure.ACCESS_DENIED, "gated repo|GatedRepoError|Client Error|is restricted", r"gated repo|GatedRepoError|\d+ Client Error: (?:Unauthorized|Forbidden)", kind="gated",
+        next_step="set the tensor parallel size to the number of cards that `nvidia-smi -L` lists inside the container",
+    ),
+    _root(
+        Failure.PORT_IN_USE,
+        "ddress already in use|EADDRINUSE|couldn't bind|attempting to bind",
+        r"[Aa]ddress already in use|EADDRINUSE|couldn't bind (?:to )?(?:HTTP )?server socket",
+    ),
+    _root(
+        Failure.ACCESS_DENIED,
+        "gated repo|GatedRepoError|Client Error|is restricted",
+        r"gated repo|GatedRepoError|\d+ Client Error: (?:Unauthorized|Forbidden)",
+        kind="gated",
         cause="the model's repository is not open to everyone, and the server has no token that may read it",
-        next_step="accept the model's terms with an account, and give that account's token in HF_TOKEN"),
-    _root(Failure.ACCESS_DENIED, "ermission denied", r"PermissionError: .*?(?:'(?P<path>[^']+)')?$|[Pp]ermission denied(?:: '(?P<path2>[^']+)')?", kind="file"),
+        next_step="accept the model's terms with an account, and give that account's token in HF_TOKEN",
+    ),
+    _root(
+        Failure.ACCESS_DENIED,
+        "ermission denied",
+        r"PermissionError: .*?(?:'(?P<path>[^']+)')?$|[Pp]ermission denied(?:: '(?P<path2>[^']+)')?",
+        kind="file",
+    ),
     _root(Failure.DISK_FULL, "No space left", r"No space left on device(?:.*?'(?P<path>[^']+)')?"),
     _root(Failure.LIMITS, "Too many open files", r"Too many open files"),
-    _root(Failure.SHARED_MEMORY, "shared memory|Bus error|shm", r"(?i)bus error.*shared memory|insufficient shared memory|unable to (?:open|write to|mmap|allocate) shared memory|error while creating shared memory|no space left.*/dev/shm"),
-    _root(Failure.KILLED, "Out of memory:|out of memory:", r"(?P<scope>Memory cgroup out of memory|Out of memory): Kill(?:ed)? process (?P<pid>\d+),? \((?P<program>[^)]*)\)", kind="oom_killer"),
-    _root(Failure.KILLED, "OOMKilled", r"\"?OOMKilled\"?(?:[:=] ?true|\b(?![\"']?:))|Reason: +OOMKilled", kind="container"),
-)  # fmt: skip
+    _root(
+        Failure.SHARED_MEMORY,
+        "shared memory|Bus error|shm",
+        r"(?i)bus error.*shared memory|insufficient shared memory|unable to (?:open|write to|mmap|allocate) shared memory|error while creating shared memory|no space left.*/dev/shm",
+    ),
+    _root(
+        Failure.KILLED,
+        "Out of memory:|out of memory:",
+        r"(?P<scope>Memory cgroup out of memory|Out of memory): Kill(?:ed)? process (?P<pid>\d+),? \((?P<program>[^)]*)\)",
+        kind="oom_killer",
+    ),
+    _root(
+        Failure.KILLED, "OOMKilled", r"\"?OOMKilled\"?(?:[:=] ?true|\b(?![\"']?:))|Reason: +OOMKilled", kind="container"
+    ),
+)
 
 _PEERS: tuple[Sign, ...] = (
-    _sign(Role.PEER, "NCCL error|NCCL Error|ncclSystemError|ncclInternalError|ncclRemoteError|DistBackendError|ncclUnhandled", r"NCCL [Ee]rror\b.*?(?P<what>unhandled \w+ error|internal error|remote process exited[^,.]*|invalid usage)|(?P<what2>nccl(?:System|Internal|Remote|UnhandledCuda)Error)|DistBackendError", failure=Failure.COMMUNICATION, kind="nccl"),
-    _sign(Role.PEER, "collective operation timeout", r"Watchdog caught collective operation timeout: .*?OpType=(?P<operation>\w+).*?Timeout\(ms\)=(?P<timeout_ms>\d+)", failure=Failure.COMMUNICATION, kind="timeout"),
-    _sign(Role.PEER, "Connection closed by peer|Connection reset by peer|DistNetworkError|waiting for clients|peer access is not", r"(?i)gloo.*connection (?:closed|reset) by peer|Connection closed by peer|DistNetworkError|timed out .*waiting for clients|peer access is not supported", failure=Failure.COMMUNICATION, kind="peer"),
-    _sign(Role.PEER, "atchdog timeout|timed out|Health check", r"(?<!NCCL )[Ww]atchdog timeout \(self\.watchdog_timeout=(?P<timeout_seconds>\d+)|RPC call to (?P<what>\w+) timed out|Engine iteration timed out|Health check failed\. Server couldn't get a response", failure=Failure.HANG),
-)  # fmt: skip
+    _sign(
+        Role.PEER,
+        "NCCL error|NCCL Error|ncclSystemError|ncclInternalError|ncclRemoteError|DistBackendError|ncclUnhandled",
+        r"NCCL [Ee]rror\b.*?(?P<what>unhandled \w+ error|internal error|remote process exited[^,.]*|invalid usage)|(?P<what2>nccl(?:System|Internal|Remote|UnhandledCuda)Error)|DistBackendError",
+        failure=Failure.COMMUNICATION,
+        kind="nccl",
+    ),
+    _sign(
+        Role.PEER,
+        "collective operation timeout",
+        r"Watchdog caught collective operation timeout: .*?OpType=(?P<operation>\w+).*?Timeout\(ms\)=(?P<timeout_ms>\d+)",
+        failure=Failure.COMMUNICATION,
+        kind="timeout",
+    ),
+    _sign(
+        Role.PEER,
+        "Connection closed by peer|Connection reset by peer|DistNetworkError|waiting for clients|peer access is not",
+        r"(?i)gloo.*connection (?:closed|reset) by peer|Connection closed by peer|DistNetworkError|timed out .*waiting for clients|peer access is not supported",
+        failure=Failure.COMMUNICATION,
+        kind="peer",
+    ),
+    _sign(
+        Role.PEER,
+        "atchdog timeout|timed out|Health check",
+        r"(?<!NCCL )[Ww]atchdog timeout \(self\.watchdog_timeout=(?P<timeout_seconds>\d+)|RPC call to (?P<what>\w+) timed out|Engine iteration timed out|Health check failed\. Server couldn't get a response",
+        failure=Failure.HANG,
+    ),
+)
 
 _LOSSES: tuple[Sign, ...] = (
-    _sign(Role.LOSS, "exit code|exitcode|terminated with|exited with", r"(?i)exit ?code[:= ]*(?P<exit_code>-?\d+)|terminated with (?P<exit_code2>-?\d+)|exited with (?:exit )?(?:code|status) (?P<exit_code3>-?\d+)"),
+    _sign(
+        Role.LOSS,
+        "exit code|exitcode|terminated with|exited with",
+        r"(?i)exit ?code[:= ]*(?P<exit_code>-?\d+)|terminated with (?P<exit_code2>-?\d+)|exited with (?:exit )?(?:code|status) (?P<exit_code3>-?\d+)",
+    ),
     _sign(Role.LOSS, "Exited (", r"\bExited \((?P<exit_code>\d+)\)"),
-    _sign(Role.LOSS, "signal", r"(?:signaled to shutdown with|killed by|terminated by|received|[Cc]aught|[Ff]atal) signal:? (?P<signal>\d+)"),
-    _sign(Role.LOSS, "unexpectedly|process (pid", r"(?:Worker proc|[Aa]ctor|[Ww]orker) (?P<process>\S+)? ?died unexpectedly|Engine process \(pid \d+\) died|[Uu]nexpected(?:ly)? (?:exit|died)"),
+    _sign(
+        Role.LOSS,
+        "signal",
+        r"(?:signaled to shutdown with|killed by|terminated by|received|[Cc]aught|[Ff]atal) signal:? (?P<signal>\d+)",
+    ),
+    _sign(
+        Role.LOSS,
+        "unexpectedly|process (pid",
+        r"(?:Worker proc|[Aa]ctor|[Ww]orker) (?P<process>\S+)? ?died unexpectedly|Engine process \(pid \d+\) died|[Uu]nexpected(?:ly)? (?:exit|died)",
+    ),
     _sign(Role.LOSS, "Killed", r"(?:^|\d )Killed(?:\s|$)", kind="sigkill"),
     _sign(Role.LOSS, "SIGKILL|SIGSEGV|SIGABRT|SIGBUS|SIGILL", r"\b(?P<signal_name>SIG(?:KILL|SEGV|ABRT|BUS|ILL))\b"),
-    _sign(Role.LOSS, "Segmentation fault|core dumped|Fatal Python error", r"(?P<signal_words>Segmentation fault|Aborted|Illegal instruction|Bus error)(?: \(core dumped\)|\b)"),
+    _sign(
+        Role.LOSS,
+        "Segmentation fault|core dumped|Fatal Python error",
+        r"(?P<signal_words>Segmentation fault|Aborted|Illegal instruction|Bus error)(?: \(core dumped\)|\b)",
+    ),
     _sign(Role.LOSS, "GGML_ASSERT", r"GGML_ASSERT\((?P<what>.*)\) failed", kind="assertion"),
-)  # fmt: skip
+)
 
 _AFTERMATH: tuple[Sign, ...] = (
-    _aftermath("EngineDeadError|Engine core initialization|EngineCore failed|encountered a fatal|output_handler failed|WorkerProc|fatal signal from worker", r"EngineDeadError|Engine core initialization failed|EngineCore (?:failed to start|hit an exception|encountered a fatal error)|output_handler failed|WorkerProc (?:failed to start|hit an exception|initialization failed)|fatal signal from worker", "vllm"),
-    _aftermath("Background loop|background task failed|MQLLMEngine|Engine process failed|Engine loop", r"Background loop (?:has errored|is not running)|Engine background task failed|MQLLMEngine is already dead|Engine process failed to start|Engine loop is not running", "vllm"),
-    _aftermath("sigquit|SIGQUIT|hit an exception|scheduler is dead", r"(?i:received sigquit|SIGQUIT received)|Scheduler hit an exception|scheduler is dead", "sglang"),
-    _aftermath("exiting due to|failed to load model|create_context|failed to create context|unable to load model", r"exiting due to|failed to load model|failed to create_?context| unable to load model", "llamacpp"),
+    _aftermath(
+        "EngineDeadError|Engine core initialization|EngineCore failed|encountered a fatal|output_handler failed|WorkerProc|fatal signal from worker",
+        r"EngineDeadError|Engine core initialization failed|EngineCore (?:failed to start|hit an exception|encountered a fatal error)|output_handler failed|WorkerProc (?:failed to start|hit an exception|initialization failed)|fatal signal from worker",
+        "vllm",
+    ),
+    _aftermath(
+        "Background loop|background task failed|MQLLMEngine|Engine process failed|Engine loop",
+        r"Background loop (?:has errored|is not running)|Engine background task failed|MQLLMEngine is already dead|Engine process failed to start|Engine loop is not running",
+        "vllm",
+    ),
+    _aftermath(
+        "sigquit|SIGQUIT|hit an exception|scheduler is dead",
+        r"(?i:received sigquit|SIGQUIT received)|Scheduler hit an exception|scheduler is dead",
+        "sglang",
+    ),
+    _aftermath(
+        "exiting due to|failed to load model|create_context|failed to create context|unable to load model",
+        r"exiting due to|failed to load model|failed to create_?context| unable to load model",
+        "llamacpp",
+    ),
     _aftermath("ggml-|error:", r"ggml[\w./-]*:\d+: \w+ error", "llamacpp"),
-    _aftermath("ShardCannotStart|ShardFailed|WebserverFailed|Shard |Webserver|Shutting down shards", r"ShardCannotStart|ShardFailed|WebserverFailed|Shard \d+ (?:failed to start|crashed)|Webserver [Cc]rashed|Shutting down (?:all )?shards", "tgi"),
-    _aftermath("Failed core proc|RuntimeError: cancelled|ActorDiedError|ChildFailedError", r"Failed core proc|RuntimeError: cancelled|ActorDiedError|ChildFailedError"),
+    _aftermath(
+        "ShardCannotStart|ShardFailed|WebserverFailed|Shard |Webserver|Shutting down shards",
+        r"ShardCannotStart|ShardFailed|WebserverFailed|Shard \d+ (?:failed to start|crashed)|Webserver [Cc]rashed|Shutting down (?:all )?shards",
+        "tgi",
+    ),
+    _aftermath(
+        "Failed core proc|RuntimeError: cancelled|ActorDiedError|ChildFailedError",
+        r"Failed core proc|RuntimeError: cancelled|ActorDiedError|ChildFailedError",
+    ),
     _aftermath("Finished server process", r"Finished server process"),
-)  # fmt: skip
+)
 
 _REQUESTS: tuple[Sign, ...] = (
-    _sign(Role.REQUEST, "Input validation error|must have less than", r"Input validation error|must have less than \d+ tokens", failure=Failure.REQUEST_REFUSED, kind="too long", engine="tgi"),
-    _sign(Role.REQUEST, "parse_error|is required|ValidationError|NotFoundError|BadRequestError|invalid_request_error|type must be|does not exist", r"json\.exception\.\w+|'messages' is required|RequestValidationError|type='(?:NotFoundError|BadRequestError)'|invalid_request_error|json parse error", failure=Failure.REQUEST_REFUSED, kind="bad field"),
-    _sign(Role.REQUEST, "Bad Request|Unprocessable|Unauthorized", r"\"POST \S+ HTTP/[\d.]+\" \d+ (?:Bad Request|Unprocessable|Unauthorized)", failure=Failure.REQUEST_REFUSED, kind="bad field"),
-    _sign(Role.REQUEST, "equest|onnect", r"(?i)request \S* ?(?:has )?timed out|timed out waiting for (?:a )?(?:slot|response)|(?:ClientDisconnect|client disconnected)", failure=Failure.REQUEST_REFUSED, kind="time-out"),
-)  # fmt: skip
+    _sign(
+        Role.REQUEST,
+        "Input validation error|must have less than",
+        r"Input validation error|must have less than \d+ tokens",
+        failure=Failure.REQUEST_REFUSED,
+        kind="too long",
+        engine="tgi",
+    ),
+    _sign(
+        Role.REQUEST,
+        "parse_error|is required|ValidationError|NotFoundError|BadRequestError|invalid_request_error|type must be|does not exist",
+        r"json\.exception\.\w+|'messages' is required|RequestValidationError|type='(?:NotFoundError|BadRequestError)'|invalid_request_error|json parse error",
+        failure=Failure.REQUEST_REFUSED,
+        kind="bad field",
+    ),
+    _sign(
+        Role.REQUEST,
+        "Bad Request|Unprocessable|Unauthorized",
+        r"\"POST \S+ HTTP/[\d.]+\" \d+ (?:Bad Request|Unprocessable|Unauthorized)",
+        failure=Failure.REQUEST_REFUSED,
+        kind="bad field",
+    ),
+    _sign(
+        Role.REQUEST,
+        "equest|onnect",
+        r"(?i)request \S* ?(?:has )?timed out|timed out waiting for (?:a )?(?:slot|response)|(?:ClientDisconnect|client disconnected)",
+        failure=Failure.REQUEST_REFUSED,
+        kind="time-out",
+    ),
+)
 
 _COMPLAINED = {
     Complaint.OUT_OF_MEMORY: (Role.MEMORY, "memory|Memory|cudaMalloc|allocate"),
@@ -342,9 +778,19 @@ def _complaints() -> tuple[Sign, ...]:
 
 
 SIGNS: tuple[Sign, ...] = (
-    *_NOTES, *_LIFE, *_PHASES, *_FILES, *_MEMORY, *_DRIVER, *_HOST, *_PEERS, *_LOSSES, *_AFTERMATH, *_REQUESTS,
+    *_NOTES,
+    *_LIFE,
+    *_PHASES,
+    *_FILES,
+    *_MEMORY,
+    *_DRIVER,
+    *_HOST,
+    *_PEERS,
+    *_LOSSES,
+    *_AFTERMATH,
+    *_REQUESTS,
     *_complaints(),
-)  # fmt: skip
+)
 """All rows, in the order in which a line is tried against them."""
 
 _SIZE = r"[\d.]+ ?[KMGTk]?i?B"
@@ -384,14 +830,23 @@ FIGURES: tuple[re.Pattern[str], ...] = tuple(
 FACTS: tuple[tuple[tuple[bytes, ...], re.Pattern[str]], ...] = tuple(
     (_needles(needles), re.compile(pattern))
     for needles, pattern in (
-        ("non-default args|Namespace(|Initializing a", r"'?gpu_memory_utilization'?[:=] ?(?P<utilization_ratio>[\d.]+)"),
+        (
+            "non-default args|Namespace(|Initializing a",
+            r"'?gpu_memory_utilization'?[:=] ?(?P<utilization_ratio>[\d.]+)",
+        ),
         ("server_args=", r"mem_fraction_static=(?P<utilization_ratio>[\d.]+)"),
-        ("non-default args|Namespace(|Initializing a", r"(?:'max_model_len': |max_model_len=|max_seq_len=)(?P<context_tokens>\d+)"),
+        (
+            "non-default args|Namespace(|Initializing a",
+            r"(?:'max_model_len': |max_model_len=|max_seq_len=)(?P<context_tokens>\d+)",
+        ),
         ("server_args=", r"context_length=(?P<context_tokens>\d+)"),
         ("non-default args|Namespace(", r"(?:'max_num_seqs': |max_num_seqs=)(?P<max_batch_size>\d+)"),
         ("non-default args|Namespace(|max_num_batched_tokens", r"max_num_batched_tokens'?[:=] ?(?P<step_tokens>\d+)"),
         ("server_args=", r"max_running_requests=(?P<max_batch_size>\d+)"),
-        ("non-default args|Namespace(|Initializing a", r"(?:'tensor_parallel_size': |tensor_parallel_size=)(?P<tensor_parallel_size>\d+)"),
+        (
+            "non-default args|Namespace(|Initializing a",
+            r"(?:'tensor_parallel_size': |tensor_parallel_size=)(?P<tensor_parallel_size>\d+)",
+        ),
         ("server_args=", r"\btp_size=(?P<tensor_parallel_size>\d+)"),
         ("non-default args|Namespace(|server_args=", r"'?port'?[:=] ?(?P<port>\d+)"),
         ("Available KV cache memory", r"Available KV cache memory: (?P<available_gib>-?[\d.]+) GiB"),
@@ -404,7 +859,10 @@ FACTS: tuple[tuple[tuple[bytes, ...], re.Pattern[str]], ...] = tuple(
         ("MiB free", r"using device \S+ .*?- (?P<free_at_start_bytes>\d+ MiB) free"),
         ("model buffer size", r"(?:CUDA|ROCm|Vulkan|SYCL)\d* model buffer size = +(?P<weights_bytes>[\d.]+ MiB)"),
         ("port:", r"hostname: \S+, port: (?P<port>\d+)"),
-        ("startup is less|on startup", r"Free memory on device(?: \S+)? \((?P<free_gib>[\d.]+)/(?P<total_gib>[\d.]+) GiB\)"),
+        (
+            "startup is less|on startup",
+            r"Free memory on device(?: \S+)? \((?P<free_gib>[\d.]+)/(?P<total_gib>[\d.]+) GiB\)",
+        ),
     )
-)  # fmt: skip
+)
 """Figures of the start that advice is worked out from; a later line replaces an earlier one."""
