@@ -387,6 +387,7 @@ async def _finish(
 ) -> dict[str, Any]:
     """Drive an experiment to its end, and say how it went."""
     loop = asyncio.get_running_loop()
+    world.on_note = journal.note
     stop = Stop(say)
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, stop.press)

@@ -19,7 +19,7 @@ from plimsoll.figures import Comparison, Figures, Judgement, compare
 from plimsoll.ledger import Change, Conclusion, Record, append, ledger_path, new_id, read_ledger, read_record
 from plimsoll.measurement import Answer, Load, Measurement, Meter, Proof, compare_answers, open_meter
 from plimsoll.report import figure
-from plimsoll.restarting import LogMark, look, redact, run_restart, wait_until_new
+from plimsoll.restarting import LogMark, RunningCommand, look, redact, run_restart, wait_until_new
 from plimsoll.trial import QUALITY_KEYS, Outcome, Seen, State, Step, TrialResult, Verdict
 from serving.clock import NS, Clock, SystemClock
 from serving.engines import TargetFacts
@@ -168,7 +168,10 @@ class RealWorld:
             "load": left.get("load", {}),
             "idle_kv_ratio": left.get("idle_kv_ratio"),
             "equal": left.get("equal", []),
+            "restarting": left.get("restarting"),
         }
+        self.on_note: Callable[[Mapping[str, Any]], None] = lambda _: None
+        """Told of notes that cannot wait for the next step."""
 
     def notes(self) -> Mapping[str, Any]:
         """What recovery needs besides the plan: how the old server was, and the record as far as it is known."""
@@ -239,11 +242,25 @@ class RealWorld:
         return LogMark(Path(self.plan.log), None, 0, "").facts(self._engine)
 
     def _known_baseline(self, load: Load) -> Figures | None:
-        """Figures of the latest record of the same settings and load, None when there is none."""
+        """Figures of the latest record of the same settings and load, None when there is none.
+
+        A concurrency that nobody stated is that of the record, if the settings to be tried can run it too.
+        """
         for record in reversed(read_ledger(self.ledger).records):
             known = record.measured_hash()
-            same = record.load == load.document() and record.target.get("model") == self._old["target"].get("model")
-            if known is not None and known[0] == self._old["hash"] and same:
+            if (
+                known is None
+                or known[0] != self._old["hash"]
+                or record.target.get("model") != self._old["target"]["model"]
+            ):
+                continue
+            at = record.load.get("concurrency")
+            wanted = load
+            if not self.plan.load["concurrency"] and isinstance(at, int) and 1 <= at <= load.concurrency:
+                wanted = replace(load, concurrency=at)
+            if record.load == wanted.document():
+                self._load = wanted
+                self._old["load"] = wanted.document()
                 self._say(f"baseline taken from record {record.id}")
                 self._warnings.append(f"the baseline is that of record {record.id}")
                 return known[1]
@@ -307,8 +324,23 @@ class RealWorld:
         self._before = tick if tick is not None and tick.up else None
         self._log = LogMark.now(Path(self.plan.log))
         self._swap_before = host_memory().get("host_swap_used_bytes") if self.base.is_loopback else None
-        problem = await run_restart(self.plan.restart, environment, self.plan.limit_seconds)
+        self._end_left_restart()
+        problem = await run_restart(
+            self.plan.restart, environment, self.plan.limit_seconds, on_begun=self._note_restart
+        )
+        self._old["restarting"] = None
         return Seen() if problem is None else Seen(Verdict.FAILED, problem)
+
+    def _note_restart(self, command: RunningCommand) -> None:
+        self._old["restarting"] = asdict(command)
+        with contextlib.suppress(RecordError):  # without it, only a restart that outlives us would be missed
+            self.on_note(self.notes())
+
+    def _end_left_restart(self) -> None:
+        """End a restart command that outlived the experiment that began it: two of them would fight for the port."""
+        left = self._old["restarting"]
+        if isinstance(left, dict) and RunningCommand(**left).end():
+            self._say("a restart command of the killed experiment was still running, and was ended")
 
     async def _wait(self, state: State) -> Seen:
         del state
@@ -395,6 +427,12 @@ class RealWorld:
         self._trial.detail["limits"] = [asdict(proof) for proof in proofs]
         failed = next((proof for proof in proofs if not proof.passed), None)
         if failed is None:
+            held_back_at = proofs[-1].held_back_at
+            if limit is not None and held_back_at is not None and held_back_at < min(limit, proofs[-1].asked):
+                self._trial.warnings.append(
+                    f"in the burst of {proofs[-1].asked} at most {held_back_at} ran while others waited: the batch "
+                    "limit is not what binds, or it is not in effect"
+                )
             return Seen()
         cause = self._log.death(meter.facts.engine)
         return Seen(Verdict.FAILED, redact(failed.say()) + (f"; {cause}" if cause else ""))

@@ -58,6 +58,7 @@ class Journal:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
+        self._last: State | None = None
 
     @classmethod
     def create(cls, settings: Path, plan: Mapping[str, Any]) -> Self:
@@ -122,6 +123,16 @@ class Journal:
             RecordError: it cannot be written.
         """
         self._append({"state": state.document(), "notes": dict(notes)})
+        self._last = state
+
+    def note(self, notes: Mapping[str, Any]) -> None:
+        """Write down new notes in the middle of a step.
+
+        Raises:
+            RecordError: they cannot be written.
+        """
+        if self._last is not None:
+            self.write(self._last, notes)
 
     def finish(self) -> None:
         """The experiment is over: remove the journal."""

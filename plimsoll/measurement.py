@@ -22,7 +22,7 @@ import aiohttp
 
 from loadgen.driver_link import ClientHealth, DriverConfig, DriverLink, TimeLimits
 from loadgen.prompts import Calibration, calibrate, question
-from loadgen.tally import TokenBook, prefill_speed, tpot_seconds, ttft_seconds
+from loadgen.tally import prefill_speed, tpot_seconds, ttft_seconds
 from loadgen.workloads import MIN_OUTPUT_TOKENS, MIN_PROMPT_TOKENS, Workload
 from monitor.gpu import gpu_reader
 from monitor.http import BaseUrl, converse, open_session, parse_url
@@ -133,6 +133,7 @@ class Proof:
         seconds: from the first byte sent to the last answer's end.
         first_error: the server's own words, None when all were answered.
         died: why the server is taken to be gone, None while it lives.
+        held_back_at: most requests that were seen to run while others waited; None when none waited in any sample.
     """
 
     name: str
@@ -142,6 +143,7 @@ class Proof:
     seconds: float
     first_error: str | None
     died: str | None
+    held_back_at: int | None = None
 
     @property
     def passed(self) -> bool:
@@ -550,7 +552,12 @@ class Meter:
         return (f"{running:g} requests of others were running before the measurement",) if running > 0 else ()
 
     async def _prove(self, name: str, workload: Workload, count: int, *, seed: int, limit_seconds: float) -> Proof:
+        began = len(self.ticks)
         driven = await self._drive(workload, count, count, seed=seed, limit_seconds=limit_seconds, once=True)
+        busy = [tick.values for tick in self.ticks[began:] if tick.values.get("requests_waiting")]
+        held_back_at = max(
+            (round(values["requests_running"]) for values in busy if "requests_running" in values), default=None
+        )
         records = [record for index, record in driven.records.items() if index < count]
         sent = [record.t_send_ns for record in records if record.t_send_ns is not None]
         ends = [record.t_end_ns for record in records]
@@ -568,6 +575,7 @@ class Meter:
             (max(ends) - min(sent)) / NS if sent and ends else 0.0,
             _first_error(records) or driven.driver_died,
             self.died,
+            held_back_at,
         )
 
     async def _drive(
@@ -659,16 +667,13 @@ def _level_figures(level: int, rounds: Sequence[Sequence[RequestRecord]]) -> dic
 
 
 def _throughput(good: Sequence[RequestRecord]) -> list[float]:
-    """Output tokens per second over the time of all counted requests: one value, or none."""
+    """Tokens of all counted answers over the time from the first request's start to the last answer's end, if any."""
     sent = [record.t_send_ns for record in good if record.t_send_ns is not None]
     last = [record.t_last_ns for record in good if record.t_last_ns is not None]
-    if not sent or not last:
+    tokens = _total(record.completion_tokens for record in good)
+    if not tokens or not sent or not last or max(last) <= min(sent):
         return []
-    book = TokenBook()
-    for record in good:
-        book.add(record)
-    rate = book.output_rate(min(sent), max(last))
-    return [rate] if rate else []
+    return [tokens * NS / (max(last) - min(sent))]
 
 
 def _client_problems(level: int, wanted: int, records: Sequence[RequestRecord], driven: _Driven) -> list[str]:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -29,7 +29,7 @@ from serving.errors import ConfigError, TargetError
 from serving.smoke import smoke
 from serving.startup import StartupFacts, read_startup
 
-__all__ = ["LogMark", "look", "redact", "run_restart", "wait_until_new"]
+__all__ = ["LogMark", "RunningCommand", "look", "redact", "run_restart", "wait_until_new"]
 
 _TAIL_BYTES: Final = 4096
 _POLL_SECONDS: Final = 0.5
@@ -123,7 +123,43 @@ def _tail(log: BinaryIO, size: int) -> str:
 # ---- the command
 
 
-async def run_restart(command: str, environment: Mapping[str, str], limit_seconds: float) -> str | None:
+@dataclass(frozen=True, slots=True)
+class RunningCommand:
+    """A restart command that was begun: its process group, and when that began, so that no other is taken for it."""
+
+    group: int
+    start_ticks: int | None
+
+    @classmethod
+    def of(cls, group: int) -> "RunningCommand":
+        """The command whose first process has this id."""
+        return cls(group, _start_ticks(group))
+
+    def end(self) -> bool:
+        """End it if it still runs, as after a crash of whoever began it; whether it did."""
+        if self.start_ticks is None or _start_ticks(self.group) != self.start_ticks:
+            return False
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.group, signal.SIGKILL)
+        return True
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process began, in ticks since boot; None when it is gone, or only waits to be reaped."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[19]) if len(fields) > 19 and fields[0] not in ("Z", "X") else None
+
+
+async def run_restart(
+    command: str,
+    environment: Mapping[str, str],
+    limit_seconds: float,
+    *,
+    on_begun: Callable[[RunningCommand], None] = lambda _: None,
+) -> str | None:
     """Run a shell command in a process group of its own, and wait until it has ended.
 
     A server that it leaves in the background is not waited for. When the time is up, or the wait is cancelled, the
@@ -133,6 +169,7 @@ async def run_restart(command: str, environment: Mapping[str, str], limit_second
         command: for `/bin/sh -c`.
         environment: variables on top of this process's own.
         limit_seconds: time limit.
+        on_begun: told of the command as soon as it runs.
 
     Returns:
         What went wrong, None when it ended with code 0.
@@ -151,6 +188,7 @@ async def run_restart(command: str, environment: Mapping[str, str], limit_second
         except OSError as error:
             return f"the restart command cannot be run: {error.strerror or error}"
         try:
+            on_begun(RunningCommand.of(child.pid))
             async with asyncio.timeout(limit_seconds):
                 code = await child.wait()
         except TimeoutError:
