@@ -93,6 +93,8 @@ WRITTEN: Mapping[str, Mapping[str, Any]] = {"Qwen/QwQ-32B": QWEN2_32B, "Qwen/Qwe
 
 LLAMA = {"max_position_embeddings": 16384, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 TOTAL_MIB = {"T4": 15360, "RTX 4090 D 24GB": 24564, "B200 class": 183359, "H20": 97871}
+FIRST_RELEASE = (0, 6)
+"""The first vLLM whose accounting is imitated, as it is the first that Plimsoll speaks to."""
 RELEASES = {("vllm", "V0"): "0.6.6", ("vllm", "V1"): "0.11.0"}
 
 
@@ -127,7 +129,8 @@ def judge(report: Mapping[str, Any]) -> Outcome:
         tokens = _tokens_error(ask, said)
     if "weights" in has and said.get("weights_gib"):
         weights = model.weight_bytes(ask.split).total / (said["weights_gib"] * GIB) - 1
-    if "from_card" in has and ask.card_bytes > 1:
+    old = ask.engine == "vllm" and ask.version < FIRST_RELEASE
+    if "from_card" in has and ask.card_bytes > 1 and not old:
         # Started as told, and not with the batch that a budget would advise.
         found = work_out(replace(ask, max_batch=ask.account.sizes(ask)[1]))
         if _is_concurrency(said) or (said.get("max_concurrency") and said.get("kv_gib") is None):
@@ -136,7 +139,7 @@ def judge(report: Mapping[str, Any]) -> Outcome:
             card = found.kv_tokens / said["kv_tokens"] - 1
         elif said.get("kv_gib"):
             card = found.terms.kv_cache / (said["kv_gib"] * GIB) - 1
-    return Outcome(report, tokens, card, weights)
+    return Outcome(report, tokens, card, weights, "profiled in another way before 0.6" if old else "")
 
 
 def _is_concurrency(said: Mapping[str, Any]) -> bool:
@@ -243,6 +246,8 @@ def _release(engine: str, release: Mapping[str, Any], date: str | None) -> str |
             else ("0.4.4" if date and date < "2025-09" else "0.5.5")
         )
     version = str(release.get("version") or "")
+    if not version and "0.4" in str(release.get("note")):
+        return "0.4.3"
     return version or RELEASES.get((engine, release.get("api") or ""))
 
 

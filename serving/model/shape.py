@@ -457,8 +457,12 @@ class RecurrentState:
 
     @property
     def activations(self) -> int:
-        """Elements of one token between the projections, over all cards."""
-        return 2 * (self.channels + self.groups * self.group_channels)
+        """Elements of one token between the projections, over all cards.
+
+        Kernels that work through a prompt in chunks keep several copies beside the states of chunks: set by the peak
+        that vLLM 0.11 showed with 64,000 tokens of Kimi-Linear.
+        """
+        return 8 * (self.channels + self.groups * self.group_channels)
 
 
 @dataclass(frozen=True, slots=True)
