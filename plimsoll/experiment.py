@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from monitor.http import API_KEY_VARIABLE, parse_url
+from plimsoll import restart_experiment
 from plimsoll.arguments import duration, number, whole
 from plimsoll.experiment_world import MOST_CONCURRENCY, Plan, RealWorld
 from plimsoll.journal import Journal, journal_path, refuse_unfinished
@@ -32,6 +33,7 @@ from plimsoll.measurement import Load
 from plimsoll.report import clean, figure
 from plimsoll.restarting import redact
 from plimsoll.trial import (
+    QUALITY_KEYS,
     LadderPolicy,
     OneChange,
     Outcome,
@@ -56,6 +58,7 @@ EXAMPLES = """examples:
       --restart 'systemctl restart vllm' --log /var/log/vllm.log
   plimsoll experiment sweep hy3-serving.yaml max_batch_size=32,48,64 --url ... --restart ... --log ...
   plimsoll experiment ladder hy3-serving.yaml --quantize quantization=fp8 --context 65536,32768 --batch 16,8 --url ...
+  plimsoll experiment restart hy3-serving.yaml --times 5 --age 4h --url ... --restart ...
   plimsoll experiment recover hy3-serving.yaml
 
 The restart command is run by /bin/sh with PLIMSOLL_SETTINGS (the settings file) and PLIMSOLL_ENGINE_ARGS (the engine's
@@ -89,14 +92,18 @@ class Stop:
 
     While a change is tried, the first one ends the step in progress and the old settings come back. On the way back
     the first one is only answered, and the second one gives up, which leaves the rest to `recover`.
+
+    Args:
+        say: tells people.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._task: asyncio.Future[Seen] | None = None
         self._gentle = True
-        self._asked = 0
+        self._asked = self._warned = False
         self.abandoned = False
+        """The way back was given up."""
 
     def watch(self, task: "asyncio.Future[Seen]", *, gentle: bool) -> None:
         """The step in progress; `gentle` when it may be cut off at the first Ctrl-C."""
@@ -106,21 +113,15 @@ class Stop:
 
     def press(self) -> None:
         """Ctrl-C, or SIGTERM."""
-        self._asked += 1
+        self._asked = True
         if self._task is None:
             return
-        if self._gentle:
-            self._task.cancel()
-        elif self._asked == 1 or not self._warned:
+        if not self._gentle and not self._warned:
             self._warned = True
-            self._say(
-                "bringing the old settings back; press Ctrl-C again to leave that to `plimsoll experiment recover`"
-            )
-        else:
-            self.abandoned = True
-            self._task.cancel()
-
-    _warned = False
+            self._say("coming to an end; press Ctrl-C again to leave the rest to `plimsoll experiment recover`")
+            return
+        self.abandoned = not self._gentle
+        self._task.cancel()
 
 
 async def drive(
@@ -174,7 +175,7 @@ async def drive(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="set|sweep|ladder|recover")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="set|sweep|ladder|restart|recover")
 
     def action(name: str, summary: str) -> argparse.ArgumentParser:
         sub = actions.add_parser(name, help=summary, description=summary)
@@ -205,6 +206,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.set_defaults(allow_worse=0.1)
     for sub in (one, sweep, ladder):
         _add_common(sub)
+    benefit = "change nothing, and tell by restarts whether a restart helps"
+    restart_experiment.add_arguments(
+        actions.add_parser(
+            "restart",
+            help=benefit,
+            description=benefit[0].upper() + benefit[1:] + ".",
+            epilog=restart_experiment.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
     back = action("recover", "bring the old settings and server back after an experiment was killed")
     back.add_argument("--restart", metavar="CMD", help="another restart command than the experiment's")
     back.add_argument("--limit", type=duration(1), metavar="S", help="another time limit")
@@ -238,12 +249,14 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     drift = parser.add_mutually_exclusive_group()
     drift.add_argument("--accept-drift", action="store_true", help="keep a change of quantisation whatever its drift")
     drift.add_argument(
-        "--drift-limit", type=number(0, 1), default=0.0, metavar="R", help="share of answers lost to drift (default: 0)"
+        "--drift-limit", type=number(0, 1), metavar="R", help="share of answers that may be lost to drift (default: 0)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
+    if arguments.action == "restart":
+        return restart_experiment.run(arguments)
     console = Console(stderr=True)
 
     def say(text: str) -> None:
@@ -321,6 +334,11 @@ def _plan(arguments: argparse.Namespace, planned: Sequence[Mapping[str, Scalar]]
     key = os.environ.get(API_KEY_VARIABLE, "").strip()
     if key and key in arguments.restart:
         raise ConfigError(f"--restart holds the key in {API_KEY_VARIABLE}: the command inherits it, leave it out")
+    altering = sorted({key for change in planned for key in change} & QUALITY_KEYS)
+    if altering and arguments.action != "set" and not arguments.accept_drift and arguments.drift_limit is None:
+        raise ConfigError(
+            f"{', '.join(altering)} can alter answers: say how much may be lost with --drift-limit R, or --accept-drift"
+        )
     batches = [change["max_batch_size"] for change in planned if isinstance(change.get("max_batch_size"), int)]
     concurrency = arguments.concurrency or 0
     if not concurrency and arguments.action == "sweep" and batches:
@@ -340,7 +358,7 @@ def _plan(arguments: argparse.Namespace, planned: Sequence[Mapping[str, Scalar]]
         limit_seconds=arguments.limit,
         load=load.document(),
         allowed_ratio=arguments.allow_worse,
-        drift_limit=None if arguments.accept_drift else arguments.drift_limit,
+        drift_limit=None if arguments.accept_drift else arguments.drift_limit or 0.0,
         slo_ttft_seconds=arguments.ttft,
         slo_tpot_seconds=arguments.tpot,
         reuse_baseline=arguments.reuse_baseline,

@@ -222,6 +222,7 @@ class RealWorld:
             return Seen(Verdict.FAILED, redact(str(error)))
         self._old["target"] = _target_document(meter.facts, self.base)
         self._engine = meter.facts.engine
+        engine_arguments(settings, self._engine)  # what cannot be said must show before anything is restarted
         self._old["idle_kv_ratio"] = await meter.idle_kv_ratio()
         checks = compare_start(settings, self._whole_log_facts(), meter.facts)
         self._old["equal"] = [check.key for check in checks if check.outcome is FieldOutcome.EQUAL]
@@ -236,7 +237,22 @@ class RealWorld:
                 return problem
             self._old_figures = measured.figures
             self._warnings += measured.warnings
+        if self.plan.kind == "ladder":
+            return await self._is_enough(meter, settings, load)
         return Seen()
+
+    async def _is_enough(self, meter: Meter, settings: Settings, load: Load) -> Seen:
+        """Whether a ladder is needed at all."""
+        missed = self._missed_slo(self._old_figures, load.concurrency)
+        failures = self._old_figures.get("failures")
+        if missed is None and not (failures and failures.value):
+            proofs, _ = await self._prove(meter, settings, load)
+            if all(proof.passed for proof in proofs):
+                return Seen(
+                    Verdict.ENOUGH, "the server starts and meets what is asked already; there is no need to retreat"
+                )
+        # What the trials are measured by, if it died of this.
+        return Seen() if meter.died is None else Seen(Verdict.FAILED, meter.died)
 
     def _whole_log_facts(self) -> StartupFacts:
         return LogMark(Path(self.plan.log), None, 0, "").facts(self._engine)
@@ -309,6 +325,11 @@ class RealWorld:
         stale = stale_warning(settings)
         if stale is not None:
             self._trial.warnings.append(stale)
+        if self._engine is not None:
+            left_out = engine_arguments(settings, self._engine).left_out
+            self._trial.warnings += [
+                f"PLIMSOLL_ENGINE_ARGS cannot say {key}: {left_out[key]}" for key in state.changes if key in left_out
+            ]
         return Seen()
 
     async def _restart(self, state: State) -> Seen:
@@ -409,33 +430,35 @@ class RealWorld:
             return f"the start moved {(swapped - self._swap_before) / 2**20:.0f} MiB of this host to swap"
         return None
 
+    async def _prove(self, meter: Meter, settings: Settings, load: Load) -> tuple[list[Proof], int | None]:
+        """A request near the context limit and, when that was answered, a burst at the batch limit; and that limit."""
+        limit = settings.max_batch_size or meter.facts.max_running_requests
+        near = await meter.near_limit()
+        proofs = [] if near is None else [near]
+        if near is None or near.passed:
+            proofs.append(await meter.burst(limit or load.concurrency, load))
+        return proofs, limit
+
     async def _limits(self, state: State) -> Seen:
         del state
         meter, settings = self._need_meter(), read_settings(self.path)
         load = self._fix_load(settings, meter.facts)
-        proofs: list[Proof] = []
-        near = await meter.near_limit()
-        if near is None:
-            self._trial.warnings.append("the context length is not known, so no request near it was sent")
-        else:
-            proofs.append(near)
-        limit = settings.max_batch_size or meter.facts.max_running_requests
+        proofs, limit = await self._prove(meter, settings, load)
+        trial, last = self._trial, proofs[-1]
+        trial.detail["limits"] = [asdict(proof) for proof in proofs]
+        if proofs[0].name != "near_limit":
+            trial.warnings.append("the context length is not known, so no request near it was sent")
         if limit is None:
-            self._trial.warnings.append("the batch limit is not known; the burst was of the load's concurrency")
-        if all(proof.passed for proof in proofs):
-            proofs.append(await meter.burst(limit or load.concurrency, load))
-        self._trial.detail["limits"] = [asdict(proof) for proof in proofs]
-        failed = next((proof for proof in proofs if not proof.passed), None)
-        if failed is None:
-            held_back_at = proofs[-1].held_back_at
-            if limit is not None and held_back_at is not None and held_back_at < min(limit, proofs[-1].asked):
-                self._trial.warnings.append(
-                    f"in the burst of {proofs[-1].asked} at most {held_back_at} ran while others waited: the batch "
-                    "limit is not what binds, or it is not in effect"
-                )
-            return Seen()
-        cause = self._log.death(meter.facts.engine)
-        return Seen(Verdict.FAILED, redact(failed.say()) + (f"; {cause}" if cause else ""))
+            trial.warnings.append("the batch limit is not known; the burst was of the load's concurrency")
+        if not last.passed:
+            cause = self._log.death(meter.facts.engine)
+            return Seen(Verdict.FAILED, redact(last.say()) + (f"; {cause}" if cause else ""))
+        if limit is not None and last.held_back_at is not None and last.held_back_at < min(limit, last.asked):
+            trial.warnings.append(
+                f"in the burst of {last.asked} at most {last.held_back_at} ran while others waited: the batch limit is "
+                "not what binds, or it is not in effect"
+            )
+        return Seen()
 
     async def _measure(self, state: State) -> Seen:
         del state
@@ -445,6 +468,8 @@ class RealWorld:
         trial = self._trial
         trial.figures = measured.figures
         trial.warnings += measured.warnings
+        trial.detail["requests"] = dict(measured.outcomes)
+        trial.detail["tokens"] = {"prompt": measured.prompt_tokens, "completion": measured.completion_tokens}
         if measured.swap_bytes is not None and measured.swap_bytes > _SWAP_BYTES:
             needed = f"{measured.swap_bytes / 2**20:.0f} MiB went to swap under load"
             trial.detail["no_tuning_result"] = needed

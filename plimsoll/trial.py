@@ -82,6 +82,8 @@ class Verdict(StrEnum):
     """What a performed step came to."""
 
     OK = "ok"
+    ENOUGH = "enough"
+    """Of a baseline: what is asked is met already."""
     FAILED = "failed"
     WORSE = "worse"
     INCONCLUSIVE = "inconclusive"
@@ -278,6 +280,8 @@ def advance(state: State, seen: Seen, policy: Policy) -> State:
     """The state after its step was performed."""
     step = state.step
     if step is Step.BASELINE:
+        if seen.verdict is Verdict.ENOUGH:
+            return _end(state, Outcome.NOTHING_CHANGED, replace(seen, verdict=Verdict.OK))
         if seen.ok or (policy.begins_dead and seen.verdict is Verdict.FAILED):
             return replace(state, step=Step.BACKUP, served_before=seen.ok)
         return _end(state, Outcome.NOTHING_CHANGED, seen)
@@ -515,6 +519,9 @@ class LadderPolicy(_Base):
             place += 1
             if told[place - 1].verdict is Verdict.OK:
                 return Finish(place - 1, f"only together: {_label(changes)}; weights and KV cache both bind")
+        unproved = next((r for r in told if r.served and r.verdict is Verdict.INCONCLUSIVE), None)
+        if unproved is not None:
+            return Finish(None, f"{unproved.label} serves, but {unproved.reason}", Verdict.INCONCLUSIVE)
         reason = "no step helped: this card cannot carry the model; change the card or the model"
         return Finish(None, reason, Verdict.FAILED)
 

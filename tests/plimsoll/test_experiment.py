@@ -299,6 +299,21 @@ def test_a_ladder_without_a_rung_that_holds_says_that_the_card_cannot(shop, expe
     assert shop.settings.read_text() == text
 
 
+def test_a_ladder_of_a_server_that_meets_what_is_asked_changes_nothing(shop, experiment_on):
+    code, document = experiment_on("ladder", "--context", "4096", "--ttft", "60")
+    assert (code, document["outcome"], document["serving"]) == (0, "nothing changed", True)
+    assert "no need to retreat" in document["reason"]
+    assert shop.records == ()
+
+
+def test_a_ladder_retreats_from_a_limit_that_is_missed(shop, experiment_on):
+    code, document = experiment_on("ladder", "--batch", "2", "--tpot", "0.000001")
+    assert (code, document["outcome"]) == (1, "rolled back")
+    assert document["trials"][0]["reason"].startswith("measure: time per token at ")
+    assert document["serving"] is True
+    assert shop.settings.read_text() == SETTINGS
+
+
 def test_quantised_kv_is_not_accepted_while_nobody_can_tell_its_drift(shop, experiment_on):
     # The simulator's answers are not the model's: they differ each time, and the probe says so.
     code, document = experiment_on("set", "kv_cache_dtype=fp8")
@@ -332,6 +347,27 @@ def test_a_change_that_is_none_is_refused_before_anything_happens(tmp_path, word
     experiment.add_arguments(parser)
     with pytest.raises(ConfigError, match=message):
         experiment.run(parser.parse_args(shop.words("set", *words)))
+    assert list(tmp_path.iterdir()) == [shop.settings]
+
+
+@pytest.mark.parametrize(
+    ("action", "words", "message"),
+    [
+        ("sweep", ["kv_cache_dtype=fp8,fp8_e5m2"], "--drift-limit"),
+        ("sweep", ["max_batch_size=8,8"], "given twice"),
+        ("sweep", ["max_batch_size="], "KEY=V1,V2"),
+        ("ladder", ["--quantize", "kv_cache_dtype=fp8"], "--accept-drift"),
+        ("ladder", [], "nothing to fall back to"),
+        ("ladder", ["--context", "many"], "max_model_len"),
+        ("recover", [], "nothing to recover"),
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_happens(tmp_path, action, words, message):
+    shop = Shop(tmp_path, SETTINGS, "simulated", [])
+    parser = argparse.ArgumentParser()
+    experiment.add_arguments(parser)
+    with pytest.raises(ConfigError, match=message):
+        experiment.run(parser.parse_args(shop.words(action, *words)))
     assert list(tmp_path.iterdir()) == [shop.settings]
 
 

@@ -579,6 +579,18 @@ def test_the_ladder_walks_the_order_of_retreat_and_says_what_binds(good, tried, 
     assert end.verdict is (Verdict.FAILED if kept is None else Verdict.OK)
 
 
+def test_a_rung_that_serves_but_cannot_be_proved_is_no_sign_that_the_card_cannot():
+    unproved = TrialResult(Q8, {"quantization": "fp8"}, Verdict.INCONCLUSIVE, "drift cannot be told", served=True)
+    end = LadderPolicy([{"quantization": "fp8"}]).next([unproved])
+    assert end == Finish(None, "quantization=fp8 serves, but drift cannot be told", Verdict.INCONCLUSIVE)
+
+
+def test_a_ladder_of_a_server_that_has_enough_changes_nothing(folder):
+    world = FakeWorld(folder, fails={Step.BASELINE: Verdict.ENOUGH})
+    state = go(world, LadderPolicy(context=[1024]))
+    assert (state.outcome, state.verdict, world.performed) == (Outcome.NOTHING_CHANGED, Verdict.OK, [Step.BASELINE])
+
+
 def test_kv_quantisation_that_helps_says_that_the_kv_cache_binds():
     _, end = walk(LadderPolicy([{"kv_cache_dtype": "fp8"}], [1024]), {"kv_cache_dtype=fp8": 1})
     assert end.reason == "only quantisation helps: the KV cache binds"
