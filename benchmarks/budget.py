@@ -4,13 +4,14 @@
     python benchmarks/budget.py --all           # and the half that was kept back
 
 `KV tokens | KV bytes` is the error of the tokens worked out from the KV bytes that the engine reported; `KV | card` that
-of tokens (or bytes) worked out from the card and the settings alone; `weights` that of the weights of a card.
+of tokens (or bytes) worked out from the card and the settings alone, and `of card` the same as a share of the card's
+memory; `weights` that of the weights of a card.
 """
 
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +20,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from serving.budget import Ask, kv_bits, pool_tokens, request_bytes, work_out
+from serving.budget import Ask, as_launched, kv_bits, pool_tokens, request_bytes, work_out
 from serving.cards import find_card
 from serving.model import ModelShape, Split
 from serving.model.families import shape_of
@@ -105,6 +106,8 @@ class Outcome:
     report: Mapping[str, Any]
     tokens_error: float | None = None
     card_error: float | None = None
+    card_share: float | None = None
+    """The same as a share of the card's memory."""
     weights_error: float | None = None
     problem: str = ""
 
@@ -124,7 +127,7 @@ def judge(report: Mapping[str, Any]) -> Outcome:
         return Outcome(report, problem="no configuration")
     ask = asked(report, model)
     said, has = report["reported"], report["has"]
-    tokens = card = weights = None
+    tokens = card = share = weights = None
     if "kv_tokens_from_kv_bytes" in has:
         tokens = _tokens_error(ask, said)
     if "weights" in has and said.get("weights_gib"):
@@ -132,14 +135,16 @@ def judge(report: Mapping[str, Any]) -> Outcome:
     old = ask.engine == "vllm" and ask.version < FIRST_RELEASE
     if "from_card" in has and ask.card_bytes > 1 and not old:
         # Started as told, and not with the batch that a budget would advise.
-        found = work_out(replace(ask, max_batch=ask.account.sizes(ask)[1]))
+        found = work_out(as_launched(ask))
         if _is_concurrency(said) or (said.get("max_concurrency") and said.get("kv_gib") is None):
             card = found.kv_tokens / (said["max_concurrency"] * ask.context) - 1
         elif said.get("kv_tokens"):
             card = found.kv_tokens / said["kv_tokens"] - 1
         elif said.get("kv_gib"):
             card = found.terms.kv_cache / (said["kv_gib"] * GIB) - 1
-    return Outcome(report, tokens, card, weights, "profiled in another way before 0.6" if old else "")
+        if card is not None:
+            share = (found.terms.kv_cache - found.terms.kv_cache / (1 + card)) / ask.card_bytes
+    return Outcome(report, tokens, card, share, weights, "profiled in another way before 0.6" if old else "")
 
 
 def _is_concurrency(said: Mapping[str, Any]) -> bool:
@@ -196,13 +201,17 @@ def asked(report: Mapping[str, Any], model: ModelShape) -> Ask:
     if report["id"].startswith("vllm-recipes12"):
         total = 143771 * MIB
     utilization = settings.get("gpu_memory_utilization") or settings.get("mem_fraction_static")
-    cards = report["cards"]
+    cards = report["cards"] or 1
+    tensor, experts = split["tensor"] or cards, cards if split["expert"] else 1
+    if copies > 1 and tensor == copies:
+        # Data-parallel attention: every card has the attention of its own requests, and a part of the experts.
+        tensor, experts = 1, cards
     return Ask(
         model=model,
         card_bytes=total,
         card_name=name,
         engine=report["engine"],
-        split=Split(split["tensor"], split["pipeline"], cards if split["expert"] else 1),
+        split=Split(tensor, split["pipeline"] or 1, experts),
         copies=copies,
         release=_release(report["engine"], release, report["date"]),
         utilization=utilization,
@@ -214,6 +223,7 @@ def asked(report: Mapping[str, Any], model: ModelShape) -> Ask:
         max_batch=settings.get("max_num_seqs"),
         block_tokens=settings.get("block_size"),
         graphs=not settings.get("enforce_eager"),
+        prefix_cache="radix cache off" not in str(report.get("notes")),
     )
 
 
@@ -246,7 +256,7 @@ def _release(engine: str, release: Mapping[str, Any], date: str | None) -> str |
             else ("0.4.4" if date and date < "2025-09" else "0.5.5")
         )
     version = str(release.get("version") or "")
-    if not version and "0.4" in str(release.get("note")):
+    if not version and date and date < "2024-09":
         return "0.4.3"
     return version or RELEASES.get((engine, release.get("api") or ""))
 
@@ -257,15 +267,15 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="the half that was kept back too")
     arguments = parser.parse_args()
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in ("report", "half", "KV tokens | KV bytes", "KV | card", "weights", ""):
-        table.add_column(column, justify="right" if "|" in column or column == "weights" else "left")
+    for column in ("report", "half", "KV tokens | KV bytes", "KV | card", "of card", "weights", ""):
+        table.add_column(column, justify="left" if column in ("report", "half", "") else "right")
     judged = list(outcomes(held_out=arguments.all))
     for one in judged:
         note = one.problem or ("unusual" if one.report["unusual"] else "")
         table.add_row(
             one.report["id"],
             one.report["half"],
-            *map(_percent, (one.tokens_error, one.card_error, one.weights_error)),
+            *map(_percent, (one.tokens_error, one.card_error, one.card_share, one.weights_error)),
             note,
         )
     console = Console(width=150)
@@ -275,6 +285,7 @@ def main() -> None:
         for name, errors in (
             ("KV tokens from KV bytes", [one.tokens_error for one in usual]),
             ("KV from the card", [one.card_error for one in usual]),
+            ("the same as a share of the card", [one.card_share for one in usual]),
             ("weights", [one.weights_error for one in usual]),
         ):
             known = [abs(error) for error in errors if error is not None]

@@ -39,6 +39,7 @@ __all__ = [
     "Step",
     "Terms",
     "activation_bytes",
+    "as_launched",
     "ask_for",
     "card_terms",
     "kv_bits",
@@ -130,6 +131,7 @@ class Ask:
         weights_bytes: weights on the fullest card, where they were measured; None works them out.
         block_tokens: tokens of a block of the KV cache.
         graphs: whether decode steps are captured as graphs.
+        prefix_cache: whether beginnings of prompts are kept; then SGLang keeps several states for each request.
         gpu_layers: layers on the cards (llama.cpp's `-ngl`), the output matrix counting as one; None is all.
         cpu_moe_layers: first layers whose experts stay in main memory (`--n-cpu-moe`).
         physical_tokens: tokens that go through the layers at once (`-ub`).
@@ -153,6 +155,7 @@ class Ask:
     weights_bytes: int | None = None
     block_tokens: int | None = None
     graphs: bool = True
+    prefix_cache: bool = True
     gpu_layers: int | None = None
     cpu_moe_layers: int = 0
     physical_tokens: int = 512
@@ -263,6 +266,7 @@ def ask_for(settings: Settings, model: ModelShape, *, card_bytes: int, card_name
         token_budget=settings.max_num_batched_tokens,
         max_batch=None if batch is None else max(1, batch // copies),
         mtp_layers=settings.mtp_layers or 0,
+        prefix_cache=settings.enable_prefix_cache is not False,
         gpu_layers=settings.gpu_layers if isinstance(settings.gpu_layers, int) else None,
         cpu_moe_layers=int(experts or 0),
         physical_tokens=settings.physical_batch_tokens or 512,
@@ -454,6 +458,8 @@ _WINDOW_SHARE: Final = 0.8
 """SGLang's default of tokens in the pool of layers with a window, for each in the other pool."""
 _STATE_RATIO: Final = 0.9
 """SGLang's default of bytes for states, for each byte of the other pool."""
+_STATES_KEPT: Final = 3
+"""States that SGLang keeps at most for each request that may run, where prefixes are cached."""
 
 
 def _pooled_rate(ask: Ask) -> float:
@@ -477,8 +483,13 @@ def _pooled_request(ask: Ask, tokens: int) -> float:
 
 
 def _pooled_tokens(ask: Ask, pool_bytes: int) -> int:
-    share = 1 / (1 + _STATE_RATIO) if _has_states(ask) else 1.0
-    return max(0, int(pool_bytes * share / _pooled_rate(ask)))
+    states = 0.0
+    if _has_states(ask):
+        states = pool_bytes * _STATE_RATIO / (1 + _STATE_RATIO)
+        if ask.max_batch is not None:
+            kept = ask.max_batch * (_STATES_KEPT if ask.prefix_cache else 1)
+            states = min(states, kept * ask.model.state_bytes(ask.split))
+    return max(0, int((pool_bytes - states) / _pooled_rate(ask)))
 
 
 def _cells_request(ask: Ask, tokens: int) -> float:
@@ -537,6 +548,11 @@ def step_sizes(ask: Ask) -> tuple[int, int]:
     return ask.account.sizes(ask)
 
 
+def as_launched(ask: Ask) -> Ask:
+    """The same with the batch that the engine runs where none is asked for, if it plans its memory by that."""
+    return replace(ask, max_batch=step_sizes(ask)[1]) if ask.account.plans_batch else ask
+
+
 def memory_share(ask: Ask) -> float:
     """The share of a card's memory that the engine takes, as given or by its default; each means its own by it."""
     return ask.account.share(ask)
@@ -572,9 +588,14 @@ def _vllm_sizes(ask: Ask) -> tuple[int, int]:
 _V1: Final = (0, 8)
 _GRAPHS_COUNTED: Final = (0, 20)
 _NEW_SHARE: Final = (0, 20)
-_LOGIT_BYTES: Final = 14
-"""For each request and token of the vocabulary at the peak of sampling: logits in 16 and 32 bits, and sorted."""
-_OLD_LOGIT_BYTES: Final = 40
+_TRITON_SAMPLER: Final = (0, 16)
+_LOGIT_BYTES: Final = 18
+"""For each request and token of the vocabulary at the peak of sampling."""
+_SORTED_LOGIT_BYTES: Final = 38
+"""The same where logits are sorted for it, by releases before February 2026.
+
+Source: the table of vLLM's pull request 32558, 1.25 GB for 256 requests and 131,072 tokens.
+"""
 _CODE_BYTES: Final = 200 * _MIB
 _LINK_BYTES: Final = 500 * _MIB
 _MOE_CHUNK_TOKENS: Final = 32768
@@ -594,7 +615,7 @@ def _vllm_terms(ask: Ask, fixed: _Fixed, guess: _Guess) -> Terms:
     tokens = budget
     if ask.copies > 1 and ask.split.expert > 1:
         tokens = min(budget * ask.copies, _MOE_CHUNK_TOKENS)
-    logit = _LOGIT_BYTES if ask.version >= _V1 else _OLD_LOGIT_BYTES
+    logit = _LOGIT_BYTES if ask.version >= _TRITON_SAMPLER else _SORTED_LOGIT_BYTES
     sampling = logit * batch * ask.model.vocabulary
     workspace = round(max(fixed.activation * tokens, sampling) * guess.workspace)
     communication = round((_CODE_BYTES + (_LINK_BYTES if ask.cards > 1 else 0)) * guess.communication)
@@ -1006,6 +1027,7 @@ class _Account:
         weigh: (bytes of weights on the fullest card, bytes in main memory).
         offloads: weights may stay in main memory, and the context may be stretched.
         refuses_long: does not start where one request of full context does not fit.
+        plans_batch: keeps memory for as many requests at once as are allowed, used or not.
     """
 
     release: str
@@ -1017,6 +1039,7 @@ class _Account:
     share: Callable[[Ask], float]
     offloads: bool = False
     refuses_long: bool = False
+    plans_batch: bool = False
 
 
 _ACCOUNTS: Final[Mapping[str, _Account]] = MappingProxyType(
@@ -1030,6 +1053,7 @@ _ACCOUNTS: Final[Mapping[str, _Account]] = MappingProxyType(
             _vllm_weights,
             _vllm_share,
             refuses_long=True,
+            plans_batch=True,
         ),
         "sglang": _Account(
             "0.5.23", _sglang_terms, _pooled_request, _pooled_tokens, _sglang_sizes, _torch_weights, _sglang_fraction

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from serving.budget import Ask, pool_tokens, work_out
+from serving.budget import Ask, as_launched, pool_tokens, work_out
 from serving.settings import Settings
 from serving.startup.facts import StartupFacts, whole
 
@@ -73,7 +73,7 @@ def compare_estimates(ask: Ask, facts: StartupFacts, *, card_is_known: bool) -> 
 
 
 def _estimates(ask: Ask, facts: StartupFacts, *, card_is_known: bool) -> Iterator[Estimate]:
-    found = work_out(replace(ask, max_batch=ask.account.sizes(ask)[1]))
+    found = work_out(as_launched(ask))
     rank = facts.binding_rank
     weights = max((one.weights_bytes for one in facts.ranks if one.weights_bytes is not None), default=None)
     pool = None if rank is None else rank.kv_cache_bytes

@@ -300,12 +300,41 @@ def yardstick():
 
 
 REPORTS = yardstick()
-JUDGED = {one.report["id"]: one for one in REPORTS.outcomes(held_out=False)}
+JUDGED = {one.report["id"]: one for one in REPORTS.outcomes(held_out=True)}
 USUAL = [one for one in JUDGED.values() if not one.report["unusual"]]
+BEYOND = {
+    "vllm-21348-qwen3-235b-fp8-tp4": "8 GiB of 79 are left for the cache, and a connector of LMCache holds some",
+    "vllm-28228-kimi-linear-awq-tp2": "steps of 64,000 tokens take a quarter of the card",
+    "vllm-pr17122-llama31-8b-l40s": "the share of the card is not stated, and was less than the default",
+    "vllm-27508-gpt-oss-120b-h100": "1.7 GiB of 79 are left for the cache",
+    "vllm-23278-gpt-oss-120b-h100": "nothing is left for the cache",
+    "vllm-huikang-gpt-oss-120b-h100": "kernels of that release pad the experts by more than is known",
+    "sglang-pr11309-deepseek-v32-dp8": "a branch under development, on another card perhaps",
+}
+"""Reports whose cache, from the card and settings alone, is more than a tenth off, and why."""
 
 
-def test_tokens_from_the_bytes_of_the_cache_are_within_two_percent_of_the_public_reports():
+def test_tokens_from_the_bytes_of_the_cache_are_within_two_percent_of_every_public_report():
     errors = {one.report["id"]: abs(one.tokens_error) for one in USUAL if one.tokens_error is not None}
-    assert len(errors) >= 12
+    assert len(errors) >= 20
     assert {name: error for name, error in errors.items() if error > 0.02} == {}
     assert median(errors.values()) < 0.005
+
+
+def test_the_cache_from_the_card_alone_is_within_a_tenth_but_for_those_whose_reason_is_known():
+    errors = {one.report["id"]: abs(one.card_error) for one in USUAL if one.card_error is not None}
+    assert len(errors) >= 20
+    assert {name for name, error in errors.items() if error > 0.1} == set(BEYOND)
+
+
+def test_what_is_left_for_the_cache_is_off_by_a_few_percent_of_the_card():
+    shares = {one.report["id"]: abs(one.card_share) for one in USUAL if one.card_share is not None}
+    beyond = {name for name, share in shares.items() if share > 0.04}
+    assert beyond == {"vllm-pr17122-llama31-8b-l40s", "sglang-pr11309-deepseek-v32-dp8"}
+    assert median(shares.values()) < 0.02
+
+
+def test_a_claim_is_judged_against_what_was_reported():
+    one = JUDGED["vllm-10517-llama31-8b-20000"]
+    assert one.report["reported"]["kv_tokens"] == 31_232
+    assert REPORTS.judge({**one.report, "reported": {"kv_gib": 3.81, "kv_tokens": 62_464}}).tokens_error < -0.4

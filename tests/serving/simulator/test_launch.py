@@ -90,7 +90,7 @@ def test_hy3_fits_8_h200_in_both_widths(engine, bits, weights_gib):
 
 def test_hy3_does_not_fit_8_h100_in_16_bits_and_does_in_8():
     told = failure("vllm", model="hy3", card="h100", cards=8)
-    assert told.failure is StartFailure.KV_BELOW_ONE_REQUEST
+    assert told.failure is StartFailure.NO_KV_CACHE, "weights take 68.8 of the 72.9 GiB, and a step the rest"
     assert failure("vllm", model="hy3", card="h100", cards=4).failure is StartFailure.WEIGHTS_OUT_OF_MEMORY
     assert launch("vllm", model="hy3", card="h100", cards=8, weight_bits=8).kv_capacity_tokens > 262_144
 
@@ -177,8 +177,8 @@ def test_vllm_takes_what_the_settings_ask_for():
 
 
 def test_older_releases_of_vllm_take_less_of_the_card_by_default():
-    new, old = (launch("vllm", model="qwen2.5-7b", card="h100", release=release) for release in ("0.33.0", "0.10.2"))
-    assert old.release == "0.10.2"
+    new, old = (launch("vllm", model="qwen2.5-7b", card="h100", release=release) for release in ("0.33.0", "0.19.0"))
+    assert old.release == "0.19.0"
     card = find_card("h100")
     ask = Ask(model=read_model("qwen2.5-7b"), card_bytes=card.memory_bytes, card_name=card.name)
     # They take a larger share, and count the graphs in it.
