@@ -635,7 +635,9 @@ def _model_unsupported(case: _Case) -> Advice:
 
 def _settings(case: _Case) -> Advice:
     heads, split = case.whole("heads"), case.whole("tensor_parallel_size")
-    cause, step = "the engine refuses a setting", "correct the setting that the line names"
+    what = case.figures.get("what")
+    cause = f"the engine refuses a setting: {what}" if what else "the engine refuses a setting"
+    step = "correct the setting that the line names"
     if heads and split:
         fits = max(size for size in range(1, split + 1) if heads % size == 0)
         cause = f"{heads} attention heads cannot be split over {split} cards"

@@ -153,10 +153,11 @@ class Start:
         """Whether it answers or had answered."""
         return self.ready_line is not None or (self.start_line is None and self.answered > 0)
 
-    def heard_enough(self, signs: Iterable[Sign]) -> bool:
-        """Whether each of these signs was seen so often that one more line of it tells nothing."""
+    def heard_enough(self, signs: Iterable[Sign]) -> list[Finding]:
+        """Their findings, if each of these signs was seen so often that one more line of it need only be counted."""
         known = [self.findings.get(id(sign)) for sign in signs]
-        return all(finding is not None and finding.count >= _ENOUGH_LINES for finding in known)
+        often = [finding for finding in known if finding is not None and finding.count >= _ENOUGH_LINES]
+        return often if len(often) == len(known) else []
 
     def learn(self, line: LogLine, found: re.Match[str]) -> None:
         """Keep figures of the start."""

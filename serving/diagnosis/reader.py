@@ -24,6 +24,8 @@ __all__ = ["LogReader", "diagnose"]
 
 _HEAD_BYTES = 256
 """Words that mean something stand near the beginning of a line; prompts and configurations stand behind them."""
+_JSON_HEAD_BYTES = 2048
+"""In a line of JSON the message stands behind other fields, and may be a whole traceback."""
 _SHAPE_BYTES = 512
 """Longer shapes are not remembered: they hold texts, which do not come again."""
 _UNREAD = b"0123456789abcdef"
@@ -32,6 +34,8 @@ _KEPT_SHAPES = 20_000
 _TAKEN_APART = 64
 """Lines of one shape that are read in full in one start; the rest are only counted."""
 _LINE_CHARACTERS = 4096
+_FACT_CHARACTERS = 20_000
+"""A configuration printed in one line has less."""
 _SAME_START_LINES = 30
 """A server says in several lines that it starts."""
 _KEPT_STARTS = 20
@@ -44,15 +48,16 @@ _ERROR_LINE = re.compile(
     r"(?:^|[\s.:])(?P<error>[A-Z]\w*(?:Error|Exception)): ?(?P<message>.*)|\bpanicked at\b|^panic: "
 )
 _ERROR_NEEDLES = (b"Error:", b"Exception:", b"panic")
-
-
+_TEXTS_OF_CUSTOMERS = (b"Received request ", b"Receive: obj=", b"Finish: obj=")
+"""How vLLM and SGLang begin a line that repeats a request with its prompt: no failure is told in one, and every text is
+another."""
 _ANCHORS = tuple(
     anchor.encode()
     for anchor in (
         # failures
-        "rror", "ailed", "xce", "emory", "xit", "ignal", "SIG", "imeout", "timed out", "illed", " died", "fault", "Xid",
-        "NVRM", "ASSERT", "core dumped", "denied", "magic", "couldn't", "erminated", "etract", '" 4',
-        "supported", "gated", "is dead",
+        "rror", "ailed", "ailure", "rashed", "xce", "emory", "xit", "ignal", "SIG", "imeout", "timed out", "illed",
+        " died", "is dead", "fault", "Xid", "NVRM", "ASSERT", "ssertion", "core dumped", "denied", "magic", "couldn't",
+        "erminated", "etract", '" 4', "supported", "gated",
         # lives and phases
         "erver", "tart", "non-default", "nitializing", "oad", "onnected", "hut", "nterrupt", "leaning up", "raceback",
         ", in ", "KV ", "n_ctx", "n_seq", "buffer", "MiB free", "apturing", "apture ", "Warming", "Args {", "blocks:",
@@ -61,8 +66,7 @@ _ANCHORS = tuple(
 )  # fmt: skip
 """Fragments of which every line that the tables know holds one near its beginning (a test says so). Few, because a
 block of texts that are all different is searched for each of them."""
-
-
+_TURNING_POINTS = tuple(needle for sign in SIGNS if sign.role in (Role.START, Role.READY) for needle in sign.needles)
 _ERROR_ROW = -1
 
 
@@ -117,17 +121,22 @@ class LogReader:
         self._starts = 0
         self._earlier: deque[EarlierStart] = deque(maxlen=_KEPT_STARTS)
         self._start = Start(first_line=1, engine=engine)
+        self._again: dict[int, tuple[Finding, int]] = {}
+        self._turns: bool | None = None
 
     def take(self, block: Block) -> None:
         """Read one block; blocks come in the order of the file."""
         shapes = block.data.translate(None, _UNREAD).split(b"\n")
         different = set(shapes)
+        self._turns = None
         self._look_at(different, block, shapes)
         telling = different & self._shapes.keys()
         if telling:
             self._read_telling(block, shapes, telling)
         else:
             self._start.answered += _count_answers(block.data)
+        if self._again:
+            self._settle(block)
         self._lines = block.first_line + len(shapes) - (2 if block.data.endswith(b"\n") else 1)
         self._start.last_line = self._lines
 
@@ -143,13 +152,17 @@ class LogReader:
         if not new:
             return
         # One line for each new shape: the last that has it.
-        examples = {shape: line for shape, line in zip(shapes, block.data.split(b"\n"), strict=True) if shape in new}
-        heads = b"\n".join([line[:_HEAD_BYTES] for line in examples.values()])
+        lines = block.data.split(b"\n")
+        examples = {shape: place for place, shape in enumerate(shapes) if shape in new}
+        for mark in _TEXTS_OF_CUSTOMERS:
+            if mark in block.data:
+                examples = {shape: place for shape, place in examples.items() if mark not in lines[place][:_HEAD_BYTES]}
+        heads = b"\n".join([_head(lines[place]) for place in examples.values()])
         present = [anchor for anchor in _ANCHORS if anchor in heads]
-        for shape, line in examples.items() if present else ():
-            head = line[:_HEAD_BYTES]
+        for shape, place in examples.items() if present else ():
+            head = _head(lines[place])
             if [anchor for anchor in present if anchor in head]:
-                meaning = self._meaning(head, line)
+                meaning = self._meaning(head, lines[place], place, block.data)
                 if meaning is not None:
                     if len(self._shapes) >= _KEPT_SHAPES:
                         self._shapes.clear()
@@ -160,7 +173,7 @@ class LogReader:
             # A block with so many new shapes is one of texts, which do not come again.
             self._dull.update(shape for shape in new - self._shapes.keys() if len(shape) <= _SHAPE_BYTES)
 
-    def _meaning(self, head: bytes, raw: bytes) -> _Shape | None:
+    def _meaning(self, head: bytes, raw: bytes, place: int, data: bytes) -> _Shape | None:
         if b"\r" in raw:
             # What a progress bar wrote stands before what matters.
             head = raw[-_HEAD_BYTES:]
@@ -171,8 +184,14 @@ class LogReader:
         facts = tuple(FACTS[row - len(SIGNS)][1] for row in rows if row >= len(SIGNS))
         text = raw[:_LINE_CHARACTERS].decode("utf-8", "replace")
         said = [sign for sign in signs if sign.pattern.search(text)]
-        if said and self._start.heard_enough(said):
+        often = self._start.heard_enough(said)
+        if often and self._turns is None:
+            self._turns = any(mark in data for mark in _TURNING_POINTS)
+        if often and not self._turns:
             # Millions of lines that say the same in other words: who said it, and when first, is known by now.
+            for finding in often:
+                finding.count += 1
+                self._heard_again(finding, place)
             return None
         message = _text_of(0, raw).message[:_LINE_CHARACTERS]
         signs = [sign for sign in signs if sign.pattern.search(message)]
@@ -199,17 +218,12 @@ class LogReader:
             if meaning.may_be_counted and meaning.seen > _TAKEN_APART and meaning.findings:
                 for finding in meaning.findings:
                     finding.count += 1
-                    finding.last_line = number
+                    self._heard_again(finding, place)
                 continue
             self._start.answered += _count_answers(b"\n".join(lines[done:place]))
             done = place
             self._read_line(number, lines[place], meaning)
         self._start.answered += _count_answers(b"\n".join(lines[done:]))
-        for meaning in meanings:
-            # What was only counted here was last said in this block; a few answers more or less do not matter.
-            for finding in meaning.findings:
-                if meaning.seen > _TAKEN_APART:
-                    finding.answered_at_last = self._start.answered
 
     def _count_only(self, block: Block, shapes: list[bytes], places: list[int]) -> None:
         last = {shapes[place]: place for place in places}
@@ -218,12 +232,20 @@ class LogReader:
             meaning.seen += times
             for finding in meaning.findings:
                 finding.count += times
-                finding.last_line = max(finding.last_line, block.first_line + last[shape])
-        before = self._start.answered
+                self._heard_again(finding, last[shape])
         self._start.answered += _count_answers(block.data)
-        for shape in last:
-            for finding in self._shapes[shape].findings:
-                finding.answered_at_last = before
+
+    def _heard_again(self, finding: Finding, place: int) -> None:
+        known = self._again.get(id(finding))
+        self._again[id(finding)] = (finding, place if known is None else max(known[1], place))
+
+    def _settle(self, block: Block) -> None:
+        """Where in the block what was only counted was said last, and how many requests were answered by then."""
+        lines = block.data.split(b"\n")
+        for finding, place in self._again.values():
+            finding.last_line = max(finding.last_line, block.first_line + place)
+            finding.answered_at_last = self._start.answered - _count_answers(b"\n".join(lines[place + 1 :]))
+        self._again.clear()
 
     def _read_line(self, number: int, raw: bytes, meaning: _Shape) -> None:
         line = _text_of(number, raw)
@@ -232,12 +254,13 @@ class LogReader:
             if sign.role is Role.START and sign.pattern.search(message):
                 self._begin(number, sign)
         for pattern in meaning.facts:
-            told = pattern.search(line.text)
+            told = pattern.search(line.text[:_FACT_CHARACTERS])
             if told:
                 self._start.learn(line, told)
         if not meaning.signs:
             self._start.note_error(line)
             return
+        was_ready = self._start.ready_line is not None
         findings: list[Finding] = []
         for sign in meaning.signs:
             found = sign.pattern.search(message)
@@ -247,6 +270,9 @@ class LogReader:
             if finding is not None:
                 findings.append(finding)
         meaning.findings = tuple(findings)
+        if not was_ready and self._start.ready_line is not None:
+            # What was said before is forgotten, and said anew it is to be read anew.
+            self._read_anew()
 
     def _begin(self, number: int, sign: Sign) -> None:
         start = self._start
@@ -258,8 +284,16 @@ class LogReader:
             self._earlier.append(summarise(start, number - 1))
         self._starts += 1
         self._start = Start(first_line=number, start_line=number, engine=self._engine or sign.engine)
+        self._read_anew()
+
+    def _read_anew(self) -> None:
+        self._again.clear()
         for shape in self._shapes.values():
             shape.seen, shape.findings = 0, ()
+
+
+def _head(line: bytes) -> bytes:
+    return line[: _JSON_HEAD_BYTES if line[:1] == b"{" else _HEAD_BYTES]
 
 
 def _text_of(number: int, raw: bytes) -> LogLine:

@@ -353,8 +353,8 @@ _FILES: tuple[Sign, ...] = (
     ),
     _root(
         Failure.WEIGHTS_UNREADABLE,
-        "no module or parameter named|size mismatch for|not initialized from|load weight",
-        r"There is no module or parameter named '(?P<tensor>[^']+)'|size mismatch for (?P<tensor2>[\w.]+)|[Ff]ollowing weights were not initialized from checkpoint|Attempted to load weight",
+        "no module or parameter named|size mismatch for|not initialized from|load weight|does not exist",
+        r"\bweight (?P<tensor3>[\w.]+) does not exist|There is no module or parameter named '(?P<tensor>[^']+)'|size mismatch for (?P<tensor2>[\w.]+)|[Ff]ollowing weights were not initialized from checkpoint|Attempted to load weight",
         kind="mismatch",
     ),
     _root(
@@ -565,8 +565,8 @@ _DRIVER: tuple[Sign, ...] = (
 _HOST: tuple[Sign, ...] = (
     _root(
         Failure.SETTINGS,
-        "must be divisible",
-        r"\((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<tensor_parallel_size>\d+)\)|(?P<what>[\w ]*?\d+) (?:is not|must be) divisible by (?:the )?(?:tensor|tp)\w*",
+        "must be divisible|not divisible",
+        r"\((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<tensor_parallel_size>\d+)\)|(?:Error|Exception): (?!.*divisible by tensor parallel size \()(?P<what>.*(?:is not|must be) divisible by.*)",
         kind="split",
     ),
     _root(
@@ -622,6 +622,15 @@ _HOST: tuple[Sign, ...] = (
         "Out of memory:|out of memory:",
         r"(?P<scope>Memory cgroup out of memory|Out of memory): Kill(?:ed)? process (?P<pid>\d+),? \((?P<program>[^)]*)\)",
         kind="oom_killer",
+    ),
+    _root(
+        Failure.KILLED,
+        "running low on memory",
+        r"killed due to the node running low on memory",
+        kind="container",
+        alone=True,
+        cause="Ray killed a worker because the node ran low on main memory",
+        next_step="give the node more main memory, or load fewer copies of the weights at once",
     ),
     _root(
         Failure.KILLED, "OOMKilled", r"\"?OOMKilled\"?(?:[:=] ?true|\b(?![\"']?:))|Reason: +OOMKilled", kind="container"
@@ -683,6 +692,7 @@ _LOSSES: tuple[Sign, ...] = (
         r"(?P<signal_words>Segmentation fault|Aborted|Illegal instruction|Bus error)(?: \(core dumped\)|\b)",
     ),
     _sign(Role.LOSS, "GGML_ASSERT", r"GGML_ASSERT\((?P<what>.*)\) failed", kind="assertion"),
+    _sign(Role.LOSS, "Assertion ", r"Assertion [`'](?P<what>.*)' failed", kind="assertion"),
 )
 
 _AFTERMATH: tuple[Sign, ...] = (

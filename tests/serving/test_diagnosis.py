@@ -319,6 +319,12 @@ def test_a_process_that_ended_by_itself_with_an_error_is_not_called_killed():
     assert failure_of("python exited with code 139\n") is Failure.CRASHED
 
 
+def test_main_memory_that_ray_watches_is_not_the_memory_of_a_card():
+    line = "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n"
+    found = read(line).diagnosis
+    assert (found.failure, found.next_step[:13]) == (Failure.KILLED, "give the node")
+
+
 def test_other_programs_that_the_kernel_killed_are_not_the_server():
     line = "Out of memory: Killed process 123 (firefox) total-vm:1kB, anon-rss:1kB\n"
     assert failure_of(line) is None
@@ -515,7 +521,7 @@ def test_many_lines_of_any_kind_need_no_more_memory_than_a_few():
     tracemalloc.stop()
     assert peak < 30_000_000
     assert found.lines == 36_001
-    assert found.diagnosis is None
+    assert found.diagnosis.evidence[0].times == 12_000
 
 
 def test_lines_that_are_only_counted_are_counted_right():
@@ -525,6 +531,40 @@ def test_lines_that_are_only_counted_are_counted_right():
     assert found.evidence[0].times == 30_000
     assert found.ranks == ("tp0", "tp1", "tp2", "tp3")
     assert found.requests_before == 2
+
+
+def test_what_was_said_often_before_readiness_is_heard_again_after_it():
+    start = "vLLM API server version 0.9\n" + OUT_OF_MEMORY * 200 + READY + ANSWER
+    assert failure_of(start) is None
+    assert failure_of(start + OUT_OF_MEMORY + DEAD) is Failure.RUNTIME_OUT_OF_MEMORY
+
+
+def test_errors_that_are_all_spelt_differently_are_counted_and_the_last_of_them_matters():
+    rnd = random.Random(3)
+    words = ["".join(rnd.choice("ghijklmnopqrstuvwxyz") for _ in range(12)) for _ in range(30_000)]
+    errors = "".join(f"RuntimeError: CUDA out of memory in {word}\n{ANSWER}" for word in words)
+    found = read(READY + errors + DEAD).diagnosis
+    assert found.failure is Failure.RUNTIME_OUT_OF_MEMORY
+    assert found.evidence[0].times == 30_000
+
+
+def test_a_new_start_in_the_middle_of_a_flood_is_read_from_its_beginning():
+    rnd = random.Random(5)
+
+    def flood(count):
+        for _ in range(count):
+            yield (
+                "RuntimeError: CUDA out of memory in "
+                + "".join(rnd.choice("ghijklmnopqrstuvwxyz") for _ in range(12))
+                + "\n"
+            )
+
+    text = (
+        READY + "".join(flood(30_000)) + "vLLM API server version 0.9\nStarting to load model m\n" + "".join(flood(1))
+    )
+    found = read(text)
+    assert (found.starts, found.diagnosis.failure) == (1, Failure.WEIGHTS_OUT_OF_MEMORY)
+    assert found.diagnosis.cause_line == found.lines
 
 
 def test_where_blocks_end_does_not_matter():
