@@ -1,6 +1,7 @@
 """The ledger keeps whole lines whatever happens, and says what is worse only when it is."""
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -153,6 +154,18 @@ def test_many_writers_at_once_lose_no_record(path):
     page = read_ledger(path)
     assert len({item.id for item in page.records}) == 120
     assert page.notes == ()
+
+
+def test_a_writer_waits_for_the_one_before_it(path):
+    append(path, record(0))
+    with path.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=append, args=(path, record(1)))
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+    waiting.join(10)
+    assert len(read_ledger(path).records) == 2
 
 
 def test_a_write_that_was_cut_short_is_taken_back(path, monkeypatch):

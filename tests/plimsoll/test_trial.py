@@ -274,6 +274,20 @@ def test_ctrl_c_while_a_change_is_tried_rolls_back(folder, step):
     assert_whole(folder, kept=False)
 
 
+def test_ctrl_c_between_two_steps_is_not_lost(folder):
+    async def work():
+        stop = Stop(print)
+        with Journal.create(folder / "s.yaml", {}) as journal:
+            world = FakeWorld(folder)
+            on_step = lambda state: stop.press() if state.step is Step.MEASURE else None  # noqa: E731
+            state = await drive(State(), CHANGE, world, journal, stop, on_step=on_step)
+            journal.finish()
+            return state
+
+    assert asyncio.run(work()).verdict is Verdict.INTERRUPTED
+    assert_whole(folder, kept=False)
+
+
 @pytest.mark.parametrize("step", FORWARD[:2])
 def test_ctrl_c_before_the_edit_ends_at_once(folder, step):
     state = go(FakeWorld(folder), press=[step])
@@ -422,6 +436,20 @@ def test_a_journal_cut_anywhere_says_the_last_step_that_is_whole(tmp_path_factor
     journal, page = Journal.reopen(settings)
     journal.close()
     assert page.state == (states[lines - 2] if lines >= 2 else None)
+
+
+def test_a_journal_goes_on_after_a_line_that_a_crash_cut_off(folder):
+    with Journal.create(folder / "s.yaml", {"id": "1"}) as journal:
+        journal.write(State(step=Step.EDIT, backup=1), {})
+    with journal_path(folder / "s.yaml").open("ab") as file:
+        file.write(b'{"state": {"st')
+    journal, page = Journal.reopen(folder / "s.yaml")
+    with journal:
+        assert page.state.step is Step.EDIT
+        journal.write(State(step=Step.RESTORE, backup=1), {})
+    journal, page = Journal.reopen(folder / "s.yaml")
+    journal.close()
+    assert page.state.step is Step.RESTORE
 
 
 @pytest.mark.parametrize(
