@@ -255,6 +255,7 @@ def document(evidence: Evidence, line: LoadLine, *, run: str, t_ns: int, slo_exa
             "model": facts.model,
             "context_tokens": facts.context_tokens,
         },
+        "warnings": list(prepared.warnings),
         "workload": {
             "name": prepared.workload.name,
             "prompt_tokens": prepared.workload.prompt_tokens,
@@ -292,6 +293,7 @@ def interrupted_document(*, run: str, url: str, workload: Mapping[str, Any]) -> 
         "schema": SCHEMA,
         "run": run,
         "target": {"url": url, "engine": None, "version": None, "model": None, "context_tokens": None},
+        "warnings": [],
         "workload": dict(workload),
         "verdict": Ruling.INCONCLUSIVE.value,
         "reason": reason,

@@ -36,6 +36,7 @@ class Prepared:
     """What the preflight found out.
 
     `limit` is the batch limit to prove and `limit_source` where it was read; what the server itself says is in `facts`.
+    `warnings` are what a person should know of the settings.
     """
 
     base: BaseUrl
@@ -45,6 +46,7 @@ class Prepared:
     workload: Workload
     limit: int | None
     limit_source: str
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

@@ -152,6 +152,8 @@ class RealWorld:
         self._load: Load | None = None
         self._answers: tuple[Answer, ...] | None = None
         self._noise_ratio = 0.0
+        self._unmoved = False
+        """The server of before the experiment was never restarted."""
         self._trials: dict[str, _Trial] = {}
         self._trial = _Trial()
         self._planned: Sequence[Mapping[str, Scalar]] = planned
@@ -168,6 +170,7 @@ class RealWorld:
             "load": left.get("load", {}),
             "idle_kv_ratio": left.get("idle_kv_ratio"),
             "equal": left.get("equal", []),
+            "marks": left.get("marks", []),
             "restarting": left.get("restarting"),
         }
         self.on_note: Callable[[Mapping[str, Any]], None] = lambda _: None
@@ -224,6 +227,7 @@ class RealWorld:
         self._engine = meter.facts.engine
         engine_arguments(settings, self._engine)  # what cannot be said must show before anything is restarted
         self._old["idle_kv_ratio"] = await meter.idle_kv_ratio()
+        self._old["marks"] = _marks(meter.ticks[-1])
         checks = compare_start(settings, self._whole_log_facts(), meter.facts)
         self._old["equal"] = [check.key for check in checks if check.outcome is FieldOutcome.EQUAL]
         load = self._fix_load(settings, meter.facts)
@@ -333,8 +337,8 @@ class RealWorld:
         return Seen()
 
     async def _restart(self, state: State) -> Seen:
-        del state
         await self._close_meter()
+        self._end_left_restart()
         settings = read_settings(self.path)
         engine = self._engine or settings.engine
         environment = {"PLIMSOLL_SETTINGS": str(self.path.absolute())}
@@ -345,7 +349,11 @@ class RealWorld:
         self._before = tick if tick is not None and tick.up else None
         self._log = LogMark.now(Path(self.plan.log))
         self._swap_before = host_memory().get("host_swap_used_bytes") if self.base.is_loopback else None
-        self._end_left_restart()
+        self._unmoved = state.going_back and self._before is not None and _marks(self._before) == self._old["marks"]
+        if self._unmoved and any(self._old["marks"]):
+            self._say("the server of before the experiment still runs; it was never restarted")
+            return Seen()
+        self._unmoved = False
         problem = await run_restart(
             self.plan.restart, environment, self.plan.limit_seconds, on_begun=self._note_restart
         )
@@ -365,20 +373,21 @@ class RealWorld:
 
     async def _wait(self, state: State) -> Seen:
         del state
-        async with open_session() as session:
-            found = await wait_until_new(
-                session,
-                self.base,
-                self._clock,
-                model=self.plan.model,
-                before=self._before,
-                log=self._log,
-                engine=self._engine,
-                limit_seconds=self.plan.limit_seconds,
-            )
-        if isinstance(found, str):
-            return Seen(Verdict.FAILED, found)
-        self._engine = found.engine
+        if not self._unmoved:
+            async with open_session() as session:
+                found = await wait_until_new(
+                    session,
+                    self.base,
+                    self._clock,
+                    model=self.plan.model,
+                    before=self._before,
+                    log=self._log,
+                    engine=self._engine,
+                    limit_seconds=self.plan.limit_seconds,
+                )
+            if isinstance(found, str):
+                return Seen(Verdict.FAILED, found)
+            self._engine = found.engine
         try:
             await self._open_meter()
         except TargetError as error:
@@ -684,6 +693,11 @@ class RealWorld:
         if self._meter is None:
             raise TargetError("the server was not found")
         return self._meter
+
+
+def _marks(tick: Tick) -> list[str | None]:
+    """What differs between two starts of the server, as a list that JSON gives back as it was."""
+    return [tick.server_mark, tick.process_mark]
 
 
 def _target_document(facts: TargetFacts, base: BaseUrl) -> dict[str, Any]:

@@ -22,11 +22,12 @@ from monitor.sampler import Tick
 from plimsoll.arguments import whole
 from plimsoll.report import clean
 from plimsoll.witness import MemoryUse, Witness, witness
+from serving.budget import kv_bits
 from serving.clock import Clock, SystemClock
 from serving.engines import ENGINES, TargetFacts, probe
 from serving.errors import ConfigError
 from serving.model import ModelShape, Split, read_model
-from serving.settings import Settings, read_settings
+from serving.settings import Settings, read_settings, stale_warning
 from serving.smoke import SmokeResult, ask
 
 __all__ = ["EXAMPLES", "Cost", "Estimate", "add_arguments", "conclude", "run"]
@@ -122,6 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
     source = arguments.config or (settings.model if settings is not None else None)
     estimate = _estimate(source, settings) if source is not None else None
     result = asyncio.run(_measure(arguments, lengths, estimate))
+    if settings is not None and (stale := stale_warning(settings)) is not None:
+        result["notes"].append(stale)
     if arguments.json:
         print(json.dumps(result, allow_nan=False))
     else:
@@ -132,11 +135,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _estimate(source: str, settings: Settings | None) -> Estimate:
     shape: ModelShape = read_model(source)
     split = Split()
-    kv_bits = 16.0
+    width = 16.0
     if settings is not None:
         split = Split(settings.tensor_parallel_size or 1, settings.pipeline_parallel_size or 1)
+        width = kv_bits(settings.kv_cache_dtype, settings.where("kv_cache_dtype"))
     weights = shape.weight_bytes(split).total
-    return Estimate(shape.name, shape.kv_bytes_per_token(kv_bits, split), weights)
+    return Estimate(shape.name, shape.kv_bytes_per_token(width, split), weights)
 
 
 async def _measure(

@@ -18,7 +18,7 @@ from plimsoll.report import clean
 from serving.clock import SystemClock
 from serving.engines import ENGINES
 from serving.errors import ConfigError, PlimsollError
-from serving.settings import Settings, read_settings
+from serving.settings import Settings, read_settings, stale_warning
 from serving.simulator.dialects.base import Dialect, Trouble
 from serving.simulator.faults import FAULT_KINDS, FaultPlan, format_fault, parse_fault
 from serving.simulator.launch import LaunchFailure, launch
@@ -155,6 +155,8 @@ class _Plan:
 def _plan(arguments: argparse.Namespace) -> _Plan:
     """What is asked for, checked as a whole before anything is opened."""
     settings = None if arguments.settings is None else read_settings(arguments.settings)
+    if settings is not None and (stale := stale_warning(settings)) is not None:
+        _say(stale)
     engine = _engine(arguments.engine, settings)
     dialect = DIALECTS[engine]
     release = arguments.release

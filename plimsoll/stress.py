@@ -45,7 +45,7 @@ from serving.clock import NS, SystemClock
 from serving.engines import ENGINES, Complaint, ScrapeFailure, TargetFacts, probe, scrape
 from serving.errors import ConfigError, TargetError
 from serving.records import Event, RequestRecord, Stage
-from serving.settings import Settings, read_settings
+from serving.settings import Settings, read_settings, stale_warning
 from serving.smoke import smoke
 from serving.startup import logged_limits
 
@@ -268,7 +268,8 @@ class _StressRun:
             self._say(note)
         facts = await converse(session, base.text, probe(options.model, where=base.text))
         facts = self._learn_from_files(facts, settings, log)
-        for note in facts.notes:
+        stale = None if settings is None else stale_warning(settings)
+        for note in (*facts.notes, *([stale] if stale else [])):
             self._say(note)
         limit, source = self._find_limit(facts, settings)
         workload = self.workload.scaled(
@@ -289,7 +290,9 @@ class _StressRun:
             f"workload {workload.name}: {workload.prompt_tokens} tokens in, {workload.output_tokens} out on average, "
             f"seed {options.seed}"
         )
-        return Prepared(base, facts, answer.api, calibration, workload, limit, source)
+        return Prepared(
+            base, facts, answer.api, calibration, workload, limit, source, warnings=(stale,) if stale else ()
+        )
 
     async def _require_gauges(self, session: aiohttp.ClientSession, where: str, facts: TargetFacts) -> None:
         """Refuse a server whose metrics do not say what runs and what waits: it would be a long run that shows nothing.

@@ -352,3 +352,11 @@ def test_doctor_says_what_is_installed_and_fails_for_a_target_it_cannot_use(caps
     assert document["schema"] == "plimsoll.doctor/1"
     assert set(document["packages"]) == {"serving", "monitor", "loadgen", "alerts", "plimsoll"}
     assert "nothing listens there" in document["targets"][0]["problem"]
+
+
+def test_a_stale_batch_size_is_said_before_anything_is_measured(capsys, tmp_path, serve):
+    settings = tmp_path / "serving.yaml"
+    settings.write_text("max_batch_size: 8\ntensor_parallel_size: 4\nderived_from:\n  tensor_parallel_size: 8\n")
+    pages = vllm_pages(**{"/v1/chat/completions": answer({"error": {"message": "no"}}, 500)})
+    _, text, _ = stress(capsys, tmp_path, serve(pages), "--settings", str(settings))
+    assert "max_batch_size 8 is stale: it was derived from tensor_parallel_size 8" in text
