@@ -22,6 +22,8 @@ COMMANDS = {
     "budget": "what a card's memory is spent on, and the batch size that fits; before a start",
     "settings": "what a serving file says, said before, and would say to an engine",
     "check": "does the server run what the serving file says? from its start-up log",
+    "experiment": "change one setting: restart, check, measure, then keep it or roll it back",
+    "ledger": "the history of settings, figures and conclusions beside the serving file",
     "diagnose": "why a start failed or a server died, from its log, and the next step",
     "demo": "a whole stress run on a real llama.cpp server (or a simulated one) that it starts itself",
     "stress": "push load up to the configured batch size and past it; find the load line",
