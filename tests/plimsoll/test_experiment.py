@@ -181,8 +181,16 @@ def test_a_server_that_dies_of_the_burst_is_rolled_back(shop, experiment_on):
 
 def test_a_restart_command_that_restarts_nothing_is_not_taken_for_a_restart(shop, experiment_on):
     code, document = experiment_on("set", "max_batch_size=8", "--limit", "3", restart="true")
-    assert (code, document["outcome"], document["serving"]) == (4, "lost", False)
+    assert (code, document["outcome"], document["serving"]) == (1, "rolled back", True)
     assert "the old server still answers" in document["reason"]
+    assert shop.settings.read_text() == SETTINGS
+
+
+def test_a_server_that_never_comes_back_is_told_with_its_backup_and_can_be_recovered(shop, experiment_on):
+    stop = shlex.join([sys.executable, str(SCRIPT), "stop", str(shop.folder)])
+    code, document = experiment_on("set", "max_batch_size=8", "--limit", "2", restart=stop)
+    assert (code, document["outcome"], document["serving"]) == (4, "lost", False)
+    assert "cannot be reached" in document["reason"]
     assert shop.settings.read_text() == SETTINGS
     assert document["backup"]["version"] == 1
     assert Path(document["backup"]["path"]).read_text() == SETTINGS
@@ -206,9 +214,10 @@ def test_a_restart_command_that_restarts_nothing_is_not_taken_for_a_restart(shop
 )
 def test_a_restart_command_that_fails_is_told_in_its_own_words(shop, experiment_on, restart, said):
     code, document = experiment_on("set", "max_batch_size=8", "--limit", "1", restart=restart)
-    assert (code, document["outcome"]) == (4, "lost")
+    assert (code, document["outcome"], document["serving"]) == (1, "rolled back", True)
     assert document["reason"] == f"restart: {said}"
     assert shop.settings.read_text() == SETTINGS
+    assert answers(shop.url)
 
 
 def test_a_target_that_is_not_there_changes_nothing(shop, experiment_on):
