@@ -43,12 +43,17 @@ def runs(pid):
 
 
 def launch(command, folder, *, log=None):
-    """Start a server that outlives this script."""
+    """Start a server that outlives this script, and that leaves its own process id, whenever this script is killed."""
+    note = ["/bin/sh", "-c", 'echo $$ > "$0"; exec "$@"', str(folder / "pid")]
     with Path(log or os.devnull).open("wb") as output:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd=folder
+        subprocess.Popen(
+            [*note, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd=folder,
         )
-    (folder / "pid").write_text(str(child.pid))
 
 
 def serve_embedded(model, port, slots, context):
