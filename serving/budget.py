@@ -20,7 +20,7 @@ were set with one half of the public start-up reports in `tests/samples/startup_
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
@@ -41,6 +41,7 @@ __all__ = [
     "activation_bytes",
     "as_launched",
     "ask_for",
+    "cache_bits",
     "card_terms",
     "kv_bits",
     "longest_context",
@@ -126,7 +127,7 @@ class Ask:
         token_budget: tokens of one step of one copy; None is the engine's default.
         max_batch: requests at once of one copy, where that is given rather than asked for.
         mtp_layers: modules for multi-token prediction in use.
-        demand: what requests look like.
+        demand: what requests look like; those longer than the context count as filling it.
         free_bytes: memory of a card that is free before the start; None is all.
         weights_bytes: weights on the fullest card, where they were measured; None works them out.
         block_tokens: tokens of a block of the KV cache.
@@ -201,8 +202,9 @@ class Ask:
 
         The input embedding, of which a token needs one row, stays there in any case with llama.cpp.
         """
-        layers = len(self.model.layers)
-        return bool(self.cpu_moe_layers) or (self.gpu_layers is not None and self.gpu_layers <= layers)
+        layers = self.model.layers
+        kept = any(layer.experts for layer in layers[: self.cpu_moe_layers])
+        return kept or (self.gpu_layers is not None and self.gpu_layers <= len(layers))
 
     @property
     def account(self) -> "_Account":
@@ -261,7 +263,7 @@ def ask_for(settings: Settings, model: ModelShape, *, card_bytes: int, card_name
         split=Split(tensor, pipeline, settings.expert_parallel or 1),
         copies=copies,
         utilization=settings.gpu_memory_utilization,
-        kv_bits=_settings_kv_bits(settings),
+        kv_bits=cache_bits(settings, model, engine),
         context_tokens=settings.max_model_len,
         token_budget=settings.max_num_batched_tokens,
         max_batch=None if batch is None else max(1, batch // copies),
@@ -273,13 +275,37 @@ def ask_for(settings: Settings, model: ModelShape, *, card_bytes: int, card_name
     )
 
 
-def _settings_kv_bits(settings: Settings) -> float:
-    both = settings.kv_cache_dtype
-    if settings.kv_cache_dtype_k is None and settings.kv_cache_dtype_v is None:
-        return kv_bits(both, settings.where("kv_cache_dtype"))
-    keys = kv_bits(settings.kv_cache_dtype_k or both, settings.where("kv_cache_dtype_k"))
-    values = kv_bits(settings.kv_cache_dtype_v or both, settings.where("kv_cache_dtype_v"))
-    return (keys + values) / 2
+def cache_bits(settings: Settings, model: ModelShape, engine: str) -> float:
+    """Bits of an element of the KV cache that an engine makes of a serving file, the mean of keys and values.
+
+    Where the file leaves it open, vLLM and SGLang do as the checkpoint asks. Sources: vLLM 0.32, `utils/torch_utils.py`
+    and `model_executor/layers/attention`; SGLang 0.5, `model_executor/model_runner.py`.
+
+    Raises:
+        ConfigError: a type is not known, or not one that the engine has.
+    """
+    both, offloads = settings.kv_cache_dtype, _ACCOUNTS[engine].offloads
+    asked_for = getattr(model.quantization, "kv_cache_bits", None)
+    names = {"kv_cache_dtype": both}
+    if settings.kv_cache_dtype_k is not None or settings.kv_cache_dtype_v is not None:
+        names = {
+            "kv_cache_dtype_k": settings.kv_cache_dtype_k or both,
+            "kv_cache_dtype_v": settings.kv_cache_dtype_v or both,
+        }
+    found = []
+    for key, name in names.items():
+        where = settings.where(key)
+        bits = kv_bits(name, where)
+        plain = (name or "auto").lower()
+        if plain in (_TORCH_KINDS if offloads else _GGML_KINDS):
+            ours = ", ".join(kind for kind in KV_BITS if kind not in (_TORCH_KINDS if offloads else _GGML_KINDS))
+            raise ConfigError(f"{where}: kv_cache_dtype {plain!r} is not a type of {engine}'s; known: {ours}")
+        found.append(asked_for if plain == "auto" and asked_for is not None and not offloads else bits)
+    return sum(found) / len(found)
+
+
+_TORCH_KINDS: Final = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "int8"})
+_GGML_KINDS: Final = frozenset({"f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +387,11 @@ class Budget:
     steps: tuple[Step, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def holds_asked(self) -> bool:
+        """Whether it fits, and with as many requests at once as were asked for, where a number was."""
+        return self.fits and self.max_batch >= (self.ask.max_batch or 1) * self.ask.copies
+
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
@@ -401,9 +432,40 @@ def _blocks(tokens: int, size: int) -> int:
 
 
 def _stages(ask: Ask) -> list[list[Layer]]:
-    stages = [[ask.model.layers[number] for number in stage] for stage in ask.model.stages(ask.split.pipeline)]
+    """The layers of each card of a copy; those that stay in main memory, and their part of the cache, are in none."""
+    stages = [[ask.model.layers[number] for number in stage] for stage in ask.account.deal(ask)]
     stages[-1] += [layer for layers in ask.model.mtp[: ask.mtp_layers] for layer in layers]
     return stages
+
+
+def _staged(ask: Ask) -> Sequence[Sequence[int]]:
+    return ask.model.stages(ask.split.pipeline)
+
+
+def _dealt(ask: Ask) -> Sequence[Sequence[int]]:
+    """llama.cpp's layers by card: the last ones that it is told to load, the output matrix counting as one more.
+
+    Source: b11434, `src/llama-model.cpp`.
+    """
+    layers = len(ask.model.layers)
+    count = layers + 1 if ask.gpu_layers is None else min(ask.gpu_layers, layers + 1)
+    cards: list[list[int]] = [[] for _ in range(ask.split.pipeline)]
+    for turn, number in enumerate(range(layers + 1 - count, layers)):
+        cards[turn * ask.split.pipeline // count].append(number)
+    return cards
+
+
+def _growth(ask: Ask) -> float:
+    """Bytes by which a long request grows for each token, on the fullest card."""
+    tensor = 1 if ask.account.offloads else ask.split.tensor
+    return max(
+        sum(
+            layer.mixer.token_bytes(ask.kv_bits, tensor)
+            for layer in stage
+            if layer.mixer is not None and layer.mixer.window is None
+        )
+        for stage in _stages(ask)
+    )
 
 
 def _is_hybrid(ask: Ask) -> bool:
@@ -766,7 +828,6 @@ def _ggml_weights(ask: Ask) -> tuple[int, int]:
     whole = model.weight_bytes()
     scale = 1.0 if ask.weights_bytes is None else ask.weights_bytes / model.weight_bytes(ask.split).total
     head = whole.head or whole.embedding
-    first = layers - max(0, on_cards - 1)
     each = _layer_weights(model) if _uneven(model) else None
     body = whole.always_read + whole.experts
 
@@ -777,21 +838,16 @@ def _ggml_weights(ask: Ask) -> tuple[int, int]:
         return each[number].always_read, each[number].experts
 
     loaded = [0.0] * ask.split.pipeline
-    held = 0.0
-    count = max(1, layers - first)
-    for turn, number in enumerate(range(first, layers)):
-        plain, experts = size(number)
-        stage = turn * ask.split.pipeline // count
-        if number < ask.cpu_moe_layers:
-            held += experts
-            experts = 0.0
-        loaded[stage] += plain + experts
-    held += sum(sum(size(number)) for number in range(first))
+    held = body + whole.embedding
+    for card, numbers in enumerate(_dealt(ask)):
+        for number in numbers:
+            plain, experts = size(number)
+            loaded[card] += plain + (0.0 if number < ask.cpu_moe_layers else experts)
+    held -= sum(loaded)
     if on_cards:
         loaded[-1] += head
-        held += whole.embedding
     else:
-        held = body + whole.embedding + whole.head
+        held += whole.head
     return round(max(loaded) * scale), round(held * scale)
 
 
@@ -818,8 +874,15 @@ def work_out(ask: Ask) -> Budget:
         The terms, what fits, what binds, and what a step of a retreat would buy. That nothing fits is an answer.
 
     Raises:
-        ConfigError: the model cannot be divided like that.
+        ConfigError: the model cannot be divided like that, or nothing on the cards grows with the requests.
     """
+    if not request_bytes(ask, ask.context):
+        whole = replace(ask, split=Split(), gpu_layers=None)
+        raise ConfigError(
+            f"no layer of {ask.model.name} that keeps anything of a request is on the cards, so main memory and not a "
+            f"card says how many fit: {_gib(_fix(ask).host_weights)} of weights, and "
+            f"{_gib(request_bytes(whole, ask.context))} for each request of {ask.context:,} tokens"
+        )
     found = _answer(ask)
     return replace(found, steps=_steps(found)) if not ask.account.offloads or found.max_batch else found
 
@@ -848,7 +911,7 @@ def _answer(ask: Ask) -> Budget:
         ask=ask,
         terms=terms,
         token_budget=budget,
-        token_bytes=ask.model.kv_bytes_per_token(ask.kv_bits, ask.split, mtp_layers=ask.mtp_layers),
+        token_bytes=round(_growth(ask)),
         mean_bytes=round(mean),
         longest_bytes=round(longest),
         kv_tokens=pool_tokens(ask, terms.kv_cache),
@@ -896,6 +959,12 @@ def _refusal(ask: Ask, terms: Terms, longest: float) -> tuple[str, str] | None:
             f"weights ({_gib(terms.weights)}) and buffers ({_gib(buffers)}) are {_gib(-terms.kv_cache)} more than the "
             "engine may take of each card; nothing is left for the KV cache"
         )
+    if (spare := terms.reserve - DRIVER_BYTES) < 0:
+        return "workspace", (
+            f"what the engine may take leaves {_gib(-spare)} too little of each card for graphs and the work of a step "
+            f"({_gib(terms.graphs + terms.workspace)}): it runs out of memory while it warms up, or later; lower the "
+            "share, or the tokens of a step"
+        )
     if terms.kv_cache < longest and ask.account.refuses_long:
         return "kv_cache", (
             f"one request of {ask.context:,} tokens needs {_gib(longest)} of KV cache on each card and "
@@ -909,12 +978,14 @@ def _bind(ask: Ask, terms: Terms, batch: int, longest: float, budget: int) -> tu
     refusal = _refusal(ask, terms, longest)
     if refusal is not None:
         return refusal
+    each = " of each copy" if ask.copies > 1 else ""
     if ask.max_batch is not None and batch >= ask.max_batch:
-        return "asked", f"the {ask.max_batch} requests that were asked for fit"
+        return "asked", f"the {ask.max_batch} requests{each} that were asked for fit"
     if batch >= budget and not ask.account.offloads:
         return "token_budget", f"a step takes {budget:,} tokens, so no more requests can get one each"
-    held = f"hold {batch} requests at once" if batch else "hold no request"
-    return "kv_cache", f"{_gib(terms.kv_cache)} of KV cache on each card {held}"
+    held = f"hold {batch} requests{each} at once" if batch else "hold no request"
+    asked = f", not the {ask.max_batch} that were asked for" if ask.max_batch is not None else ""
+    return "kv_cache", f"{_gib(terms.kv_cache)} of KV cache on each card {held}{asked}"
 
 
 def longest_context(ask: Ask, pool_bytes: int) -> int:
@@ -938,14 +1009,17 @@ def _steps(found: Budget) -> tuple[Step, ...]:
         after = _answer(tried)
         steps.append(Step(kind, change, after.max_batch or None, price))
 
+    # What a step buys is how many requests fit after it, and not whether those that were asked for still do.
+    free = replace(ask, max_batch=None)
+
     bits = 8 * found.terms.weights / max(1, model.on_card(ask.split, mtp_layers=ask.mtp_layers).total)
     narrower = next((narrow for above, narrow in ((10.0, 8.0), (6.0, 4.25)) if bits > above), None)
     if narrower is not None and not ask.account.offloads:
-        tried = replace(ask, model=replace(model, quantization=UniformBits(narrower, 16.0)), weights_bytes=None)
+        tried = replace(free, model=replace(model, quantization=UniformBits(narrower, 16.0)), weights_bytes=None)
         price = "needs weights in that format, and answers may change: probe their quality"
         step("quantization", f"weights in {narrower:g} bits", tried, price)
     if ask.kv_bits > _NARROW_KV_BITS:
-        tried = replace(ask, kv_bits=8.0)
+        tried = replace(free, kv_bits=8.0)
         step("quantization", "KV cache in 8 bits", tried, "answers over long contexts may change: probe their quality")
     shorter = ask.context // 2
     if not found.fits and 0 < (most := longest_context(ask, found.terms.kv_cache)) < shorter:
@@ -958,14 +1032,15 @@ def _steps(found: Budget) -> tuple[Step, ...]:
         step(
             "context",
             f"a context of {shorter:,} tokens",
-            replace(ask, context_tokens=shorter, demand=demand),
+            replace(free, context_tokens=shorter, demand=demand),
             "longer requests are refused",
         )
     if found.max_batch > ask.copies:
         half = max(1, found.max_batch // ask.copies // 2)
         after = _answer(replace(ask, max_batch=half))
         held = after.kv_tokens // half
-        price = f"fewer requests at once, each of which may hold {held:,} tokens on average"
+        room = f"{held:,} tokens on average" if held < ask.context else "as many tokens as the context allows"
+        price = f"fewer requests at once, each of which may hold {room}"
         steps.append(Step("concurrency", f"a batch of {half * ask.copies}", half * ask.copies, price))
     elif not found.fits and not ask.account.offloads:
         step("concurrency", "a batch of 1", replace(ask, max_batch=1), "one request at a time")
@@ -992,6 +1067,11 @@ def _notes(ask: Ask, terms: Terms) -> tuple[str, ...]:
         notes.append(
             f"{min(heads)} key-value heads over {ask.split.tensor} cards: copies of them take the rest, and the KV "
             "cache of a card gets no smaller than with one head on each"
+        )
+    asked_for = getattr(model.quantization, "kv_cache_dtype", None)
+    if asked_for is not None and not ask.account.offloads:
+        notes.append(
+            f"the checkpoint asks for a KV cache in {asked_for}; it is counted in {ask.kv_bits:g} bits an element"
         )
     if ask.is_offloaded:
         notes.append(
@@ -1025,6 +1105,7 @@ class _Account:
         sizes: (tokens of a step, requests at once) in effect.
         share: of the memory that it takes.
         weigh: (bytes of weights on the fullest card, bytes in main memory).
+        deal: the numbers of the layers on each card of a copy.
         offloads: weights may stay in main memory, and the context may be stretched.
         refuses_long: does not start where one request of full context does not fit.
         plans_batch: keeps memory for as many requests at once as are allowed, used or not.
@@ -1037,6 +1118,7 @@ class _Account:
     sizes: Callable[[Ask], tuple[int, int]]
     weigh: Callable[[Ask], tuple[int, int]]
     share: Callable[[Ask], float]
+    deal: Callable[[Ask], Sequence[Sequence[int]]] = _staged
     offloads: bool = False
     refuses_long: bool = False
     plans_batch: bool = False
@@ -1066,6 +1148,7 @@ _ACCOUNTS: Final[Mapping[str, _Account]] = MappingProxyType(
             _llamacpp_sizes,
             _ggml_weights,
             _llamacpp_share,
+            deal=_dealt,
             offloads=True,
             refuses_long=True,
         ),

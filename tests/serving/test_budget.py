@@ -10,7 +10,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from serving.budget import Ask, Demand, ask_for, kv_bits, longest_context, pool_tokens, request_bytes, work_out
+from serving.budget import (
+    Ask,
+    Demand,
+    ask_for,
+    card_terms,
+    kv_bits,
+    longest_context,
+    pool_tokens,
+    request_bytes,
+    work_out,
+)
 from serving.cards import find_card
 from serving.errors import ConfigError
 from serving.model import Split, read_model
@@ -162,6 +172,26 @@ def test_what_does_not_fit_says_which_term_and_by_how_much(asked, bound_by, word
     assert words in found.reason
 
 
+def test_a_share_that_leaves_no_room_for_a_step_does_not_fit():
+    found = work_out(ask(engine="sglang", utilization=0.99))
+    assert (found.fits, found.bound_by) == (False, "workspace")
+    assert "too little of each card" in found.reason
+
+
+def test_what_was_asked_for_is_told_from_what_fits():
+    fits, too_many = work_out(hy3(max_batch=8)), work_out(hy3(max_batch=1000))
+    assert (fits.holds_asked, too_many.holds_asked) == (True, False)
+    assert (too_many.fits, "not the 1000 that were asked for" in too_many.reason) == (True, True)
+    # A step of the retreat says how many would fit, and not that those asked for still do.
+    assert fits.steps[0].max_batch > 300
+
+
+def test_a_smaller_batch_holds_no_more_of_each_request_than_the_context():
+    prices = [work_out(ask(context_tokens=8192, demand=Demand(mean))).steps[-1].price for mean in (8000, 1000)]
+    assert "as many tokens as the context allows" in prices[0]
+    assert "tokens on average" in prices[1]
+
+
 def test_the_retreat_is_in_its_order_and_says_what_a_step_buys():
     found = work_out(hy3())
     assert [step.kind for step in found.steps] == ["quantization", "quantization", "context", "concurrency"]
@@ -187,13 +217,41 @@ def test_an_engine_that_refuses_only_long_requests_starts_nevertheless():
 def test_layers_that_are_not_on_the_card_are_in_main_memory_and_marked():
     whole = work_out(ask(engine="llamacpp", context_tokens=8192))
     half = work_out(ask(engine="llamacpp", context_tokens=8192, gpu_layers=16))
-    none = work_out(ask(engine="llamacpp", context_tokens=8192, gpu_layers=0))
+    none = card_terms(ask(engine="llamacpp", context_tokens=8192, gpu_layers=0))
     total = LLAMA.weight_bytes().total
     embedding = LLAMA.weight_bytes().embedding
     assert whole.terms.host_weights == embedding
     assert half.terms.weights + half.terms.host_weights == pytest.approx(total, rel=1e-6)
-    assert none.terms.weights == 0
+    assert (none.weights, none.host_weights) == (0, total)
     assert any("no tuning result" in note for note in half.notes)
+
+
+def test_the_cache_lies_where_its_layers_do():
+    # -ngl counts the output matrix: of 16, 15 are layers, each with 8 heads of 128 keys and values in 16 bits.
+    for on_cards, layers in ((None, 32), (99, 32), (33, 32), (32, 31), (16, 15), (2, 1)):
+        found = work_out(ask(engine="llamacpp", context_tokens=8192, gpu_layers=on_cards))
+        assert found.token_bytes == layers * 4096
+        assert found.longest_bytes == layers * 4096 * 8192
+
+
+@pytest.mark.parametrize("on_cards", [0, 1])
+def test_where_no_layer_is_on_the_cards_they_say_nothing_of_the_batch(on_cards):
+    with pytest.raises(ConfigError, match=r"14\.96 GiB of weights, and 1\.00 GiB for each request of 8,192 tokens"):
+        work_out(ask(engine="llamacpp", context_tokens=8192, gpu_layers=0))
+    with pytest.raises(ConfigError, match="main memory and not a card"):
+        work_out(ask(engine="llamacpp", context_tokens=8192, gpu_layers=on_cards))
+
+
+def test_the_output_matrix_counts_as_a_layer_where_layers_are_dealt_out():
+    # 33 parts on two cards: 17 layers on the first, 15 and the output matrix on the second.
+    found = work_out(ask(engine="llamacpp", context_tokens=8192, split=Split(1, 2)))
+    assert found.token_bytes == 17 * 4096
+
+
+def test_a_model_without_experts_keeps_none_in_main_memory():
+    assert not ask(engine="llamacpp", cpu_moe_layers=5).is_offloaded
+    late = sample("glm-4.5")  # its first three layers have none
+    assert [ask(late, engine="llamacpp", cpu_moe_layers=count).is_offloaded for count in (3, 4)] == [False, True]
 
 
 def test_experts_may_stay_in_main_memory():
@@ -258,6 +316,25 @@ def test_llama_cpp_gives_each_card_its_layers_and_may_have_other_keys_than_value
     settings = Settings(path="x.yaml", engine="llamacpp", kv_cache_dtype_k="q8_0", kv_cache_dtype_v="q4_0")
     found = ask_for(settings, LLAMA, card_bytes=24 * GIB, cards=2)
     assert (found.split, found.kv_bits) == (Split(1, 2), 6.5)
+
+
+@pytest.mark.parametrize(("engine", "kind"), [("vllm", "q8_0"), ("sglang", "q4_0"), ("llamacpp", "fp8")])
+def test_a_type_of_cache_that_the_engine_does_not_have_is_refused(engine, kind):
+    settings = Settings(path="x.yaml", lines={"kv_cache_dtype": 2}, engine=engine, kv_cache_dtype=kind)
+    with pytest.raises(ConfigError, match=rf"x\.yaml:2: kv_cache_dtype '{kind}' is not a type of {engine}'s"):
+        ask_for(settings, LLAMA, card_bytes=80 * GIB)
+
+
+def test_a_cache_that_is_left_open_has_the_type_that_the_checkpoint_asks_for():
+    model = read_model(ROOT / "tests" / "samples" / "configs" / "qwen3-235b-a22b-nvfp4")
+    assert model.quantization.kv_cache_dtype == "fp8"
+    engines = {"vllm": 8.0, "sglang": 8.0, "llamacpp": 16.0}
+    for engine, bits in engines.items():
+        for kind in (None, "auto"):
+            settings = Settings(path="x.yaml", engine=engine, kv_cache_dtype=kind)
+            assert ask_for(settings, model, card_bytes=80 * GIB, cards=4).kv_bits == bits
+    told = Settings(path="x.yaml", engine="vllm", kv_cache_dtype="bfloat16")
+    assert ask_for(told, model, card_bytes=80 * GIB, cards=4).kv_bits == 16.0
 
 
 def test_more_cards_than_there_are_is_refused_with_the_line():
