@@ -1099,6 +1099,8 @@ def shape_of(values: Mapping[str, Any], *, name: str, where: str, folder: Path |
         config = Config(config.where, {**(family.usual or {}), **config.values})
     body = family.read(config)
     context = body.context_tokens or config.count("max_position_embeddings")
+    if kind not in _STRETCHED:
+        context = _stretched(config, context)
     hidden = config.count("hidden_size", "n_embed")
     tied = config.flag("tie_word_embeddings", default=family.tied)
     if config is not outer:
@@ -1120,6 +1122,30 @@ def shape_of(values: Mapping[str, Any], *, name: str, where: str, folder: Path |
         prefix=family.prefix,
         not_counted=others + body.not_counted,
     )
+
+
+_STRETCHED: Final = frozenset({"gemma3_text"})
+"""Families whose `max_position_embeddings` is already what the scaling of positions makes of it."""
+_UNSTRETCHING: Final = frozenset({"default", "su", "longrope", "llama3", "proportional"})
+"""Kinds of scaling that leave `max_position_embeddings` as it is."""
+
+
+def _stretched(config: Config, context: int) -> int:
+    """The longest sequence, where positions are scaled.
+
+    Sources: vLLM 0.32, `config/model.py`; SGLang 0.5, `utils/hf_transformers_utils.py`.
+    """
+    rope = config.inner("rope_scaling") or config.inner("rope_parameters")
+    if rope is None:
+        return context
+    kind = rope.values.get("rope_type", rope.values.get("type"))
+    if not isinstance(kind, str) or kind in _UNSTRETCHING or rope.values.get("factor") is None:
+        return context
+    original = rope.count("original_max_position_embeddings", default=context) if kind == "yarn" else context
+    longest = int(original * rope.number("factor"))
+    if longest < 1:
+        raise rope.error(f"factor {rope.values['factor']} leaves no context")
+    return longest
 
 
 def _without_idle_windows(layers: Sequence[Layer], context: int) -> tuple[Layer, ...]:

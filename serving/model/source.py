@@ -34,9 +34,13 @@ def read_model(source: str | Path) -> ModelShape:
     if name.lower() in _BUILT_IN:
         return shape_of(_BUILT_IN[name.lower()], name=name.lower(), where=f"built-in model {name.lower()}")
     path = Path(source)
-    if path.is_dir():
-        path = _in_folder(path)
-    if not path.is_file():
+    try:
+        if path.is_dir():
+            path = _in_folder(path)
+        is_file = path.is_file()
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise ConfigError(f"{name[:200]}: cannot be read: {error.strerror or error}") from error
+    if not is_file:
         close = difflib.get_close_matches(name.lower(), BUILT_IN_MODELS, n=1)
         advice = f"; did you mean {close[0]!r}?" if close else f"; built-in models: {', '.join(BUILT_IN_MODELS)}"
         raise ConfigError(f"{path}: no such file, nor a model known by that name{advice}")

@@ -308,6 +308,49 @@ def test_of_a_multimodal_model_the_text_part_is_read_and_the_rest_is_named():
     assert sample("llava-1.5-7b").total_parameters == pytest.approx(6.74e9, rel=0.001)
 
 
+@pytest.mark.parametrize(
+    ("base", "rope", "context"),
+    [
+        # Qwen's model cards give YaRN so, and vLLM serves 131,072 tokens with it.
+        ("qwen3-8b", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131_072),
+        ("qwen2.5-7b", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131_072),
+        ("qwen2.5-7b", {"type": "linear", "factor": 2.0}, 65_536),
+        ("qwen2.5-7b", {"type": "dynamic", "factor": None}, 32_768),
+        ("qwen2.5-7b", {"type": "llama3", "factor": 8.0}, 32_768),
+        ("qwen2.5-7b", {"type": "longrope", "factor": 32.0}, 32_768),
+        ("qwen2.5-7b", {"full_attention": {"rope_type": "yarn", "factor": 8.0}}, 32_768),
+    ],
+)
+def test_scaled_positions_make_the_context_longer_than_its_key_says(tmp_path, base, rope, context):
+    body = json.loads((CONFIGS / f"{base}.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**body, "rope_scaling": rope}))
+    assert read_model(path).context_tokens == context
+
+
+@pytest.mark.parametrize(
+    ("name", "context"),
+    [("deepseek-v3", 163_840), ("kimi-k2", 131_072), ("gpt-oss-120b", 131_072), ("gemma-3-27b", 131_072),
+     ("llama-3.1-8b", 131_072), ("devstral-small-2-24b", 393_216), ("phi-3.5-mini", 131_072)],
+)  # fmt: skip
+def test_published_contexts_hold_with_their_scaling(name, context):
+    assert sample(name).context_tokens == context
+
+
+@pytest.mark.parametrize("rope", ["yarn", {"type": "yarn", "factor": -1}, {"type": "linear", "factor": 1e-9}])
+def test_a_scaling_that_makes_no_sense_is_refused(tmp_path, rope):
+    body = json.loads((CONFIGS / "qwen2.5-7b.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**body, "rope_scaling": rope}))
+    with pytest.raises(ConfigError, match="rope_scaling"):
+        read_model(path)
+
+
+def test_a_name_longer_than_any_file_is_refused():
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        read_model("x" * 5000)
+
+
 def test_whether_the_matrices_are_tied_is_said_outside_of_the_text_part():
     config = {"model_type": "qwen3_vl", "tie_word_embeddings": True, "text_config": QWEN3_14B | {"vision_config": {}}}
     assert of(config).tied_embeddings
