@@ -43,7 +43,7 @@ It says which address it listens on, and stops at Ctrl-C or SIGTERM. The figures
 whether a monitor works, never what a real engine would do."""
 
 _COUNT = whole(1, 1_000_000_000)
-_DEFAULT_MODEL, _DEFAULT_GPUS = "hy3", 8
+_DEFAULT_MODEL, _DEFAULT_GPU, _DEFAULT_GPUS = "hy3", "h200", 8
 _DEAD = 1
 _INTERRUPTED = 130
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is launched")
     what.add_argument("--settings", type=Path, metavar="FILE", help="serving settings (docs/settings.md)")
     what.add_argument("--model", metavar="M", help="a config.json, or the name of a built-in model (default: hy3)")
-    what.add_argument("--gpu", default="h200", metavar="NAME", help="the card (default: h200)")
+    what.add_argument("--gpu", metavar="NAME", help="the card (default: the settings', else h200)")
     what.add_argument("--gpus", type=_COUNT, metavar="N", help="how many of them (default: the settings', 8 for hy3)")
     what.add_argument("--max-batch", type=_COUNT, metavar="N", help="requests at once")
     what.add_argument("--context", type=_COUNT, metavar="N", help="longest prompt plus output, tokens")
@@ -212,14 +212,14 @@ def _launch(arguments: argparse.Namespace, engine: str, settings: Settings | Non
         model = _DEFAULT_MODEL
         cards = cards or _DEFAULT_GPUS
     if cards is None and settings is not None:
-        cards = (settings.tensor_parallel_size or 1) * (settings.pipeline_parallel_size or 1)
+        cards = settings.gpus or (settings.tensor_parallel_size or 1) * (settings.pipeline_parallel_size or 1)
     if cards is None:
         cards = _DEFAULT_GPUS if model == _DEFAULT_MODEL else 1
     try:
         spec = launch(
             engine,
             model=model,
-            card=arguments.gpu,
+            card=arguments.gpu or (settings.gpu if settings is not None else None) or _DEFAULT_GPU,
             cards=cards,
             settings=settings,
             release=arguments.release,

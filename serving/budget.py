@@ -47,6 +47,7 @@ __all__ = [
     "longest_context",
     "memory_share",
     "newest_release",
+    "pool_token_bytes",
     "pool_tokens",
     "request_bytes",
     "step_sizes",
@@ -252,6 +253,7 @@ def ask_for(settings: Settings, model: ModelShape, *, card_bytes: int, card_name
             f"{settings.where('tensor_parallel_size')}: {tensor} (tensor) x {pipeline} (pipeline) x {copies} (data) "
             f"cards are needed and {cards} are there"
         )
+    expert = settings.expert_parallel_size or (tensor * copies if settings.enable_expert_parallel else 1)
     layers = len(model.layers)
     experts = layers if settings.cpu_moe_layers == "all" else settings.cpu_moe_layers
     batch = settings.max_batch_size
@@ -260,7 +262,7 @@ def ask_for(settings: Settings, model: ModelShape, *, card_bytes: int, card_name
         card_bytes=card_bytes,
         card_name=card_name,
         engine=engine,
-        split=Split(tensor, pipeline, settings.expert_parallel or 1),
+        split=Split(tensor, pipeline, expert),
         copies=copies,
         utilization=settings.gpu_memory_utilization,
         kv_bits=cache_bits(settings, model, engine),
@@ -425,6 +427,14 @@ def pool_tokens(ask: Ask, pool_bytes: int) -> int:
     context are counted: how many of these fit, times their length.
     """
     return ask.account.tokens(ask, pool_bytes)
+
+
+def pool_token_bytes(ask: Ask) -> float:
+    """What a token of the KV cache costs on the fullest card.
+
+    Where layers differ in what they keep, it is its share of a request of full context, as engines lay that out.
+    """
+    return request_bytes(ask, ask.context) / ask.context if _is_hybrid(ask) else _growth(ask)
 
 
 def _blocks(tokens: int, size: int) -> int:

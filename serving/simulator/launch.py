@@ -19,6 +19,7 @@ windows, and more where states make the difference.
 What each card's memory is spent on is `serving.budget`'s to say.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -30,10 +31,11 @@ from serving.budget import (
     Ask,
     Terms,
     activation_bytes,
+    cache_bits,
     card_terms,
-    kv_bits,
     memory_share,
     newest_release,
+    pool_token_bytes,
     step_sizes,
 )
 from serving.cards import Card, Host, find_card
@@ -212,8 +214,8 @@ def launch(
         host: the machine around them.
         settings: what the serving file asks for.
         release: the engine's release; None is the newest that is known.
-        weight_bits: bits per weight, where they are other than the configuration says. For llama.cpp, the average over
-            the whole file (4.85 for Q4_K_M).
+        weight_bits: bits per weight, where they are other than the configuration and the settings say. For llama.cpp,
+            the average over the whole file (4.85 for Q4_K_M).
         host_expert_ratio: share of the expert layers whose experts stay in main memory (llama.cpp's `--n-cpu-moe`).
         partitioned: each slot of llama.cpp has its own part of the context; None is partitioned when the number of
             slots is given, as llama.cpp has it.
@@ -239,6 +241,9 @@ def launch(
     if source is None:
         raise ConfigError("no model: name one, or set model in the settings file")
     shape = source if isinstance(source, ModelShape) else read_model(source)
+    remembered = asked.derived_from.get("weight_bits")
+    if weight_bits is None and isinstance(remembered, int | float):
+        weight_bits = float(remembered)
     if weight_bits is not None:
         if not 1 <= weight_bits <= 32:
             raise ConfigError(f"weight_bits is {weight_bits:g}; it must be between 1 and 32")
@@ -249,6 +254,11 @@ def launch(
             partitioned = not asked.kv_unified
         physical_batch_tokens = physical_batch_tokens or asked.physical_batch_tokens
         host_expert_ratio = host_expert_ratio or _kept_experts(asked, shape)
+        if isinstance(asked.gpu_layers, int) and asked.gpu_layers <= len(shape.layers):
+            raise ConfigError(
+                f"{asked.where('gpu_layers')}: layers in main memory are not simulated, only experts are; leave "
+                f"gpu_layers out, or set it above the {len(shape.layers)} layers of {shape.name}"
+            )
     elif host_expert_ratio or partitioned is not None or physical_batch_tokens:
         raise ConfigError(
             f"experts in main memory, slots that share a KV cache and a physical batch mean nothing to {engine}"
@@ -267,8 +277,8 @@ def launch(
         raise ConfigError(f"block_tokens is {block_tokens}; the KV cache of {engine} has cells of one token each")
     which = find_card(card) if isinstance(card, str) else card
     split = _split(habits, shape, asked, cards)
-    kv_name = (asked.kv_cache_dtype or "auto").lower()
-    width = kv_bits(kv_name, asked.where("kv_cache_dtype"))
+    kv_name = (asked.kv_cache_dtype or asked.kv_cache_dtype_k or "auto").lower()
+    width = cache_bits(asked, shape, engine)
     context = context_tokens or asked.max_model_len
     if context is not None and context > shape.context_tokens and not habits.is_ggml:
         raise ConfigError(
@@ -276,11 +286,6 @@ def launch(
         )
     longest = context or shape.context_tokens
     physical = (physical_batch_tokens or 512) if habits.is_ggml else None
-    on_card = shape.weight_bytes(split)
-    if habits.is_ggml:
-        # The input embedding stays in main memory; where it is the output matrix too, the card has a copy.
-        on_card = replace(on_card, embedding=0, head=on_card.head or on_card.embedding)
-        on_card = replace(on_card, experts=on_card.experts - round(on_card.experts * host_expert_ratio))
     ask = Ask(
         model=shape,
         card_bytes=which.memory_bytes,
@@ -293,9 +298,12 @@ def launch(
         context_tokens=context,
         token_budget=token_budget or asked.max_num_batched_tokens,
         max_batch=max_batch or asked.max_batch_size,
+        mtp_layers=asked.mtp_layers or 0,
+        prefix_cache=asked.enable_prefix_cache is not False,
         block_tokens=block_tokens,
         physical_tokens=physical or 512,
     )
+    weights = card_terms(ask).weights - round(shape.weight_bytes(split).experts * host_expert_ratio)
     start = _Launch(
         ask=ask,
         engine=engine,
@@ -326,8 +334,8 @@ def launch(
         physical_tokens=physical or 0,
         host_expert_ratio=host_expert_ratio,
         usable_bytes=which.memory_bytes - DRIVER_BYTES,
-        weights_bytes=on_card.total,
-        kv_token_bytes=-(-shape.sequence_bytes(longest, width, split) // longest),
+        weights_bytes=weights,
+        kv_token_bytes=math.ceil(pool_token_bytes(ask)),
         activation_token_bytes=activation_bytes(ask),
         kv_type=kv_name,
     )
@@ -362,7 +370,7 @@ def _split(habits: "_Habits", model: ModelShape, settings: Settings, cards: int)
         raise ConfigError(
             f"{settings.where('tensor_parallel_size')}: {tensor} x {pipeline} cards are needed and {cards} are there"
         )
-    expert = settings.expert_parallel_size or 1
+    expert = settings.expert_parallel_size or (tensor if settings.enable_expert_parallel else 1)
     if expert > 1 and (tensor % expert or (habits.experts_on_all_cards and expert != tensor)):
         rule = "be the tensor-parallel size" if habits.experts_on_all_cards else "divide the tensor-parallel size"
         raise ConfigError(f"{settings.where('expert_parallel_size')}: {expert} must {rule}, {tensor}")

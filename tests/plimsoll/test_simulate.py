@@ -206,6 +206,10 @@ def test_flags_settings_and_defaults_make_the_server(tmp_path, monkeypatch):
     assert (asked.spec.engine, asked.spec.max_batch, asked.spec.memory.cards) == ("sglang", 24, 8)
     assert asked.dialect.name == "sglang"
     assert plan("--settings", str(settings), "--max-batch", "12").spec.max_batch == 12
+    settings.write_text("model: qwen2.5-7b\ngpu: NVIDIA L40S\ngpus: 2\n", encoding="utf-8")
+    memory = plan("--settings", str(settings)).spec.memory
+    assert (memory.card_name, memory.cards) == ("NVIDIA L40S", 2)
+    assert plan("--settings", str(settings), "--gpu", "h100").spec.memory.card_name == "NVIDIA H100 80GB HBM3"
     monkeypatch.setenv("PLIMSOLL_API_KEY", " s3cret ")
     assert plan("--api-key").api_key == "s3cret"
     assert plan().api_key is None

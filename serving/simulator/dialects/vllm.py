@@ -1089,8 +1089,8 @@ def _arguments(spec: ServerSpec) -> dict[str, Any]:
     arguments["max_model_len"] = _asked_context(spec)
     if spec.block_tokens != _DEFAULT_BLOCK_TOKENS:
         arguments["block_size"] = spec.block_tokens
-    if spec.card_parallel > 1:
-        arguments["tensor_parallel_size"] = spec.card_parallel
+    if (tensor := _tensor_parallel(spec)) > 1:
+        arguments["tensor_parallel_size"] = tensor
     arguments["max_num_batched_tokens"] = spec.token_budget
     asked = spec.max_batch if spec.asked_max_batch is None else spec.asked_max_batch
     if asked != _DEFAULT_MAX_NUM_SEQS:
@@ -1106,13 +1106,22 @@ def _asked_context(spec: ServerSpec) -> int:
     return asked if isinstance(asked, int) and asked > spec.context_tokens else spec.context_tokens
 
 
+def _stages(spec: ServerSpec) -> int:
+    stages = spec.settings.get("pipeline_parallel_size")
+    return stages if isinstance(stages, int) and stages > 0 else 1
+
+
+def _tensor_parallel(spec: ServerSpec) -> int:
+    return max(1, spec.card_parallel // _stages(spec))
+
+
 def _engine_config(spec: ServerSpec) -> str:
     path = _model_path(spec)
     return (
         f"model='{path}', speculative_config=None, tokenizer='{path}', skip_tokenizer_init=False, tokenizer_mode=auto, "
         f"revision=None, trust_remote_code=False, dtype={spec.settings.get('dtype', 'torch.bfloat16')}, "
         f"max_seq_len={_asked_context(spec)}, download_dir=None, load_format=auto, "
-        f"tensor_parallel_size={max(1, spec.card_parallel)}, pipeline_parallel_size=1, data_parallel_size=1, "
+        f"tensor_parallel_size={_tensor_parallel(spec)}, pipeline_parallel_size={_stages(spec)}, data_parallel_size=1, "
         f"quantization={spec.settings.get('quantization')}, enforce_eager={bool(spec.settings.get('enforce_eager'))}, "
         f"kv_cache_dtype={spec.settings.get('kv_cache_dtype', 'auto')}, "
         f"device_config={'cuda' if spec.memory.cards else 'cpu'}, seed=0, served_model_name={spec.model}, "

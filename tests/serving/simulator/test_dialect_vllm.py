@@ -1092,6 +1092,14 @@ def test_each_worker_of_several_cards_has_its_lines(release, prefix):
     assert "'tensor_parallel_size': 4" in text
 
 
+@pytest.mark.parametrize(("stages", "tensor"), [(2, 2), (4, 1)])
+def test_stages_are_not_told_as_cards_that_share_a_layer(stages, tensor):
+    spec = spec_of(card_parallel=4, settings={"pipeline_parallel_size": stages})
+    text = text_of(VLLM_DIALECT.startup_log(spec, T_NS))
+    assert f"tensor_parallel_size={tensor}, pipeline_parallel_size={stages}, data_parallel_size=1" in text
+    assert ("'tensor_parallel_size'" in text) == (tensor > 1)
+
+
 FAILURES = {
     StartFailure.WEIGHTS_MISSING: ("Cannot find any model weights", None),
     StartFailure.WEIGHTS_OUT_OF_MEMORY: ("Failed to load model - not enough GPU memory", Complaint.OUT_OF_MEMORY),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.budget import DRIVER_BYTES, Ask, card_terms
+from serving.budget import DRIVER_BYTES, Ask, card_terms, work_out
 from serving.cards import CARDS, Card, Host, find_card
 from serving.errors import ConfigError
 from serving.model import ModelShape, Split, read_model
@@ -176,6 +176,26 @@ def test_vllm_takes_what_the_settings_ask_for():
     }
 
 
+def test_what_a_file_says_of_memory_is_heeded():
+    config = str(CONFIGS / "deepseek-v3.json")
+    plain = launch("vllm", model=config, card="h200", cards=8)
+    drafting = launch("vllm", model=config, card="h200", cards=8, settings=settings(mtp_layers=1))
+    assert drafting.memory.weights_bytes > plain.memory.weights_bytes
+    assert drafting.memory.kv_cache_bytes / drafting.kv_capacity_tokens == 62 * 576 * 2
+    narrow = settings(derived_from={"weight_bits": 8.0})
+    assert launch("vllm", model="llama-3.1-8b", card="h100", settings=narrow).memory.weights_bytes < 9.1e9
+    spread = launch("vllm", model="hy3", card="h200", cards=8, settings=settings(enable_expert_parallel=True))
+    assert spread.settings["enable_expert_parallel"] is True
+    asked_for = launch("vllm", model=str(CONFIGS / "qwen3-235b-a22b-nvfp4"), card="h200", cards=4)
+    assert asked_for.memory.kv_cache_bytes / asked_for.kv_capacity_tokens == 94 * 2 * 128, "fp8, as the checkpoint asks"
+
+
+def test_layers_in_main_memory_are_refused_and_not_passed_over():
+    with pytest.raises(ConfigError, match="layers in main memory are not simulated"):
+        launch("llamacpp", model="llama-3.1-8b", card="4090", settings=settings(gpu_layers=16))
+    assert launch("llamacpp", model="llama-3.1-8b", card="4090", settings=settings(gpu_layers=99)).kv_blocks
+
+
 def test_older_releases_of_vllm_take_less_of_the_card_by_default():
     new, old = (launch("vllm", model="qwen2.5-7b", card="h100", release=release) for release in ("0.33.0", "0.19.0"))
     assert old.release == "0.19.0"
@@ -256,11 +276,19 @@ def test_a_token_budget_below_the_batch_is_refused_as_vllm_refuses_it():
 def test_latents_windows_and_states_can_be_launched(name, cards, bits):
     config = CONFIGS / f"{name}.json"
     spec = launch("vllm", model=str(config), card="h200", cards=cards, weight_bits=bits, context_tokens=8192)
-    shape, split = read_model(config), Split(cards)
-    # The pool holds as many requests of full length as its bytes.
-    full = spec.memory.kv_cache_bytes / shape.sequence_bytes(8192, split=split)
-    assert spec.kv_capacity_tokens / 8192 == pytest.approx(full, rel=0.001)
-    assert 0 < spec.cost.seconds(Work(0, 0, 1, 1024)) < spec.cost.seconds(Work(0, 0, 64, 64 * 1024))
+    # The pool holds as many requests of full length as the budget says that this engine's does.
+    shape = read_model(config) if bits is None else read_model(config).with_bits(bits)
+    asked = Ask(
+        shape,
+        find_card("h200").memory_bytes,
+        card_name="NVIDIA H200",
+        split=Split(cards),
+        context_tokens=8192,
+        max_batch=spec.max_batch,
+    )
+    found = work_out(asked)
+    assert spec.kv_capacity_tokens == pytest.approx(found.kv_tokens, rel=0.001)
+    assert spec.memory.weights_bytes == found.terms.weights
 
 
 # ---- SGLang
@@ -368,7 +396,8 @@ def test_llama_cpp_gives_each_card_its_own_layers():
     one = launch("llamacpp", model="qwen3-30b-a3b", card="h200", weight_bits=4.85)
     assert spec.card_parallel == 4
     assert one.card_parallel == 1
-    assert spec.memory.kv_cache_bytes == 32_768 * 327_680 // 4
+    # 80 layers and the output matrix on four cards: 21 of them on the first.
+    assert spec.memory.kv_cache_bytes == 32_768 * 327_680 * 21 // 80
 
 
 @given(ratio=st.floats(0, 1))
