@@ -14,7 +14,7 @@ from rich.table import Table
 
 from plimsoll.arguments import number, whole
 from plimsoll.report import clean
-from serving.budget import Ask, Budget, Demand, ask_for, work_out
+from serving.budget import Ask, Budget, Demand, ask_for, cache_kind, work_out
 from serving.cards import find_card
 from serving.engines import ENGINES
 from serving.errors import ConfigError
@@ -36,6 +36,7 @@ EXAMPLES = """examples:
 _GIB: Final = 2**30
 _PARALLEL = whole(1, 65_536)
 _TOKENS = whole(1, 1_000_000_000)
+_PLAIN_KV_BITS: Final = 16.0
 _UNITS: Final = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6}
 _UNITS_MORE: Final = {"GB": 10**9, "TB": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -111,10 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Budget, print, and write where that is asked for. Exit code 0 when it fits, 1 when it does not."""
     settings = read_settings(arguments.settings) if arguments.settings is not None else None
-    if arguments.write is not None and arguments.write.exists() and not arguments.force:
-        raise ConfigError(
-            f"--write {arguments.write}: exists already; name another file, or add --force (it is backed up)"
-        )
+    if arguments.write is not None:
+        _check_place(arguments.write, may_replace=arguments.force)
     source = arguments.model or (settings.model if settings is not None else None)
     if source is None:
         raise ConfigError("no model: give a config.json, or --settings with a model in it")
@@ -122,18 +121,28 @@ def run(arguments: argparse.Namespace) -> int:
     machine = _machine() if arguments.local else None
     ask = _ask(arguments, settings or Settings(path="(command line)"), model, machine)
     check = _check_weights(arguments, source) if arguments.weights else None
-    if check is not None and check.total_bytes and ask.weights_bytes is None:
+    if check is not None and check.is_whole and check.total_bytes and ask.weights_bytes is None:
         ask = replace(ask, weights_bytes=_true_bytes(ask, check.total_bytes))
+    kept = _kept(arguments, settings, ask) if arguments.write is not None else {}
     found = work_out(ask)
     written = None
-    if arguments.write is not None:
-        written = _write(arguments, found, source)
+    if arguments.write is not None and found.holds_asked:
+        written = _write(arguments, found, source, kept)
     document = _document(arguments, found, settings, machine, check, written)
     if arguments.json:
         print(json.dumps(document, allow_nan=False))
     else:
-        _print(found, document, Console(soft_wrap=True))
-    return 0 if found.fits and (check is None or check.is_whole) else 1
+        _print(found, document, Console(soft_wrap=True), may_write=arguments.write is not None)
+    return 0 if found.holds_asked and (check is None or check.is_whole) else 1
+
+
+def _check_place(path: Path, *, may_replace: bool) -> None:
+    try:
+        is_there = path.exists()
+    except OSError as error:
+        raise ConfigError(f"--write {str(path)[:200]}: {error.strerror or error}") from error
+    if is_there and not may_replace:
+        raise ConfigError(f"--write {path}: exists already; name another file, or add --force (it is backed up)")
 
 
 def _machine() -> "Machine":
@@ -153,8 +162,9 @@ def _machine() -> "Machine":
     return asyncio.run(describe())
 
 
-def _ask(arguments: argparse.Namespace, settings: Settings, model: ModelShape, machine: "Machine | None") -> Ask:
-    given: dict[str, Any] = {
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings that the command line gives, by their canonical keys."""
+    given = {
         "engine": arguments.engine,
         "tensor_parallel_size": arguments.tensor_parallel,
         "pipeline_parallel_size": arguments.pipeline_parallel,
@@ -169,10 +179,14 @@ def _ask(arguments: argparse.Namespace, settings: Settings, model: ModelShape, m
         "gpu_layers": arguments.gpu_layers,
         "cpu_moe_layers": arguments.cpu_moe_layers,
     }
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _ask(arguments: argparse.Namespace, settings: Settings, model: ModelShape, machine: "Machine | None") -> Ask:
     if arguments.settings is not None and arguments.max_batch is None:
         # What fits is asked for, and not whether the old figure does.
         settings = replace(settings, max_batch_size=None)
-    settings = replace(settings, **{key: value for key, value in given.items() if value is not None})
+    settings = replace(settings, **_given(arguments))
     if arguments.expert_parallel is not None:
         settings = replace(settings, enable_expert_parallel=None)
     name, size, free, there = _card(arguments, settings, machine)
@@ -190,6 +204,12 @@ def _ask(arguments: argparse.Namespace, settings: Settings, model: ModelShape, m
         demand = Demand(arguments.mean_tokens, arguments.long_tokens, arguments.long_share)
     elif arguments.long_tokens is not None or arguments.long_share:
         raise ConfigError("--long-tokens and --long-share say nothing without --mean-tokens: give the mean length too")
+    for flag, tokens in (("--mean-tokens", arguments.mean_tokens), ("--long-tokens", arguments.long_tokens)):
+        if tokens is not None and tokens > ask.context:
+            raise ConfigError(
+                f"{flag} {tokens}: longer than the context of {ask.context}, which no request may be; raise --context, "
+                "or give the length that requests really have"
+            )
     if arguments.weight_bits is not None:
         ask = ask.with_weight_bits(arguments.weight_bits)
     return replace(
@@ -241,8 +261,13 @@ def _check_weights(arguments: argparse.Namespace, source: str) -> "WeightsCheck"
 
 
 def _true_bytes(ask: Ask, total: int) -> int:
-    """Weights on the fullest card, scaled from what the files hold to what the shape says."""
-    whole_bytes = ask.model.weight_bytes().total
+    """Weights on the fullest card, scaled from what the files hold to what the shape says.
+
+    Some publishers put the modules for multi-token prediction into the same files, which are loaded only when used.
+    """
+    model = ask.model
+    sizes = (model.weight_bytes().total, model.weight_bytes(mtp_layers=len(model.mtp)).total)
+    whole_bytes = min(sizes, key=lambda size: abs(total - size))
     return round(ask.model.weight_bytes(ask.split, mtp_layers=ask.mtp_layers).total * total / whole_bytes)
 
 
@@ -264,7 +289,7 @@ def _document(
         warnings += machine.notes
     return {
         "schema": "plimsoll.budget/1",
-        "verdict": "pass" if found.fits else "fail",
+        "verdict": "pass" if found.holds_asked else "fail",
         "reason": found.reason,
         "model": {
             "name": model.name,
@@ -315,9 +340,9 @@ def _weights(check: "WeightsCheck") -> dict[str, Any]:
     }
 
 
-def _print(found: Budget, document: dict[str, Any], console: Console) -> None:
+def _print(found: Budget, document: dict[str, Any], console: Console, *, may_write: bool) -> None:
     ask, terms, model = found.ask, found.terms, found.ask.model
-    colour = "green" if found.fits else "red"
+    colour = "green" if found.holds_asked else "red"
     split = ask.split
     parts = [f"{split.tensor} tensor"]
     parts += [f"{split.pipeline} pipeline"] if split.pipeline > 1 else []
@@ -339,10 +364,15 @@ def _print(found: Budget, document: dict[str, Any], console: Console) -> None:
             table.add_row(name, f"{size / _GIB:.2f}", f"{size / ask.card_bytes:.0%}", f"[dim]{escape(reason)}[/]")
     console.print(table)
     low, high = found.max_batch_range
+    copy = " of each copy" if ask.copies > 1 else ""
     if found.fits:
+        asked = ""
+        if not found.holds_asked:
+            wanted = (ask.max_batch or 1) * ask.copies
+            asked = f"[{colour} bold]{wanted} requests at once do not fit[/]; what does is "
         console.print(
-            f"[{colour} bold]max_batch_size {found.max_batch}[/]  (likely {low} to {high}); the KV cache holds "
-            f"{found.kv_tokens:,} tokens, {found.kv_tokens / ask.context:.1f} requests of {ask.context:,}",
+            f"{asked}[{colour} bold]max_batch_size {found.max_batch}[/]  (likely {low} to {high}); the KV cache{copy} "
+            f"holds {found.kv_tokens:,} tokens, {found.kv_tokens / ask.context:.1f} requests of {ask.context:,}",
             highlight=False,
         )
     else:
@@ -366,6 +396,8 @@ def _print(found: Budget, document: dict[str, Any], console: Console) -> None:
         console.print(f"[dim]the KV cache would be {_gib(terms.kv_cache)}: nothing is left for it[/]", highlight=False)
     if document["written"]:
         console.print(f"written: {escape(document['written'])}", highlight=False)
+    elif may_write:
+        console.print("not written: what does not fit is no settings file", highlight=False)
 
 
 def _rows(found: Budget) -> list[tuple[str, int, str]]:
@@ -408,8 +440,15 @@ def _inputs(found: Budget, arguments: argparse.Namespace) -> dict[str, Scalar]:
         inputs["gpu"] = ask.card_name
     else:
         inputs["gpu_memory_gib"] = round(ask.card_bytes / _GIB, 2)
-    if ask.utilization is not None:
-        inputs["gpu_memory_utilization"] = ask.utilization
+    for key, value in (
+        ("gpu_memory_utilization", ask.utilization),
+        ("max_num_batched_tokens", ask.token_budget),
+        ("mtp_layers", ask.mtp_layers or None),
+        ("gpu_layers", ask.gpu_layers),
+        ("cpu_moe_layers", ask.cpu_moe_layers or None),
+    ):
+        if value is not None:
+            inputs[key] = value
     if arguments.weight_bits is not None:
         inputs["weight_bits"] = arguments.weight_bits
     if ask.demand is not None and ask.demand.long_share:
@@ -418,9 +457,39 @@ def _inputs(found: Budget, arguments: argparse.Namespace) -> dict[str, Scalar]:
     return inputs
 
 
-def _write(arguments: argparse.Namespace, found: Budget, source: str) -> str | None:
-    if not found.fits:
-        return None
+def _kept(arguments: argparse.Namespace, settings: Settings | None, ask: Ask) -> dict[str, Scalar]:
+    """What the file that was read says besides, and the type of the KV cache that was counted on.
+
+    Raises:
+        ConfigError: the engine has no cache of so many bits, so that no file could ask for it.
+    """
+    kinds = {"kv_cache_dtype", "kv_cache_dtype_k", "kv_cache_dtype_v"}
+    dropped = _DERIVED_ANEW | _given(arguments).keys()
+    if arguments.expert_parallel is not None:
+        dropped |= {"enable_expert_parallel"}
+    if arguments.kv_dtype is not None or arguments.kv_bits is not None:
+        dropped |= kinds
+    kept = {} if settings is None else {key: value for key, value in settings.values().items() if key not in dropped}
+    if arguments.kv_dtype is not None:
+        kept["kv_cache_dtype"] = arguments.kv_dtype
+    elif arguments.kv_bits is not None:
+        kept["kv_cache_dtype"] = cache_kind(ask.engine, arguments.kv_bits)
+    return kept
+
+
+_DERIVED_ANEW: Final = frozenset(
+    {
+        "gpu",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "expert_parallel_size",
+        "kv_cache_capacity_tokens",
+    }
+)
+"""What a file that was read says and a new one says otherwise, or not at all."""
+
+
+def _write(arguments: argparse.Namespace, found: Budget, source: str, kept: dict[str, Scalar]) -> str:
     ask, split = found.ask, found.ask.split
     path: Path = arguments.write
     entries = [
@@ -454,8 +523,6 @@ def _write(arguments: argparse.Namespace, found: Budget, source: str) -> str | N
         entries.append(SettingEntry("gpu_memory_utilization", ask.utilization, left))
     if ask.token_budget is not None:
         entries.append(SettingEntry("max_num_batched_tokens", ask.token_budget, "tokens of one step"))
-    if arguments.kv_dtype is not None:
-        entries.append(SettingEntry("kv_cache_dtype", arguments.kv_dtype, "probe the answers' quality before use"))
     if ask.mtp_layers:
         entries.append(SettingEntry("mtp_layers", ask.mtp_layers, "draft tokens ahead; takes weights and KV cache"))
     if ask.gpu_layers is not None:
@@ -464,6 +531,11 @@ def _write(arguments: argparse.Namespace, found: Budget, source: str) -> str | N
         entries.append(
             SettingEntry("cpu_moe_layers", ask.cpu_moe_layers, "their experts in main memory: no tuning result")
         )
+    named = {entry.key for entry in entries}
+    for key, value in kept.items():
+        if key not in named:
+            narrow = key.startswith("kv_cache_dtype") and ask.kv_bits < _PLAIN_KV_BITS
+            entries.append(SettingEntry(key, value, "probe the answers' quality before use" if narrow else ""))
     entries.append(
         SettingEntry("derived_from", _inputs(found, arguments), "max_batch_size is void when one of these changes")
     )

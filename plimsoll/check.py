@@ -138,6 +138,9 @@ def compare_with_budget(arguments: argparse.Namespace, settings: Settings, facts
     try:
         ask = ask_for(started, model, card_bytes=card_bytes, card_name=card_name, cards=max(cards, needed))
         ask = replace(ask, release=facts.version)
+        bits = remembered.get("weight_bits")
+        if isinstance(bits, int | float):
+            ask = ask.with_weight_bits(float(bits))
         estimates = compare_estimates(ask, facts, card_is_known=card_bytes != _ANY_CARD_BYTES)
     except ConfigError as error:
         return {"estimates": [], "problem": f"the budget does not know this start: {error}"}

@@ -42,6 +42,7 @@ __all__ = [
     "as_launched",
     "ask_for",
     "cache_bits",
+    "cache_kind",
     "card_terms",
     "kv_bits",
     "longest_context",
@@ -304,6 +305,22 @@ def cache_bits(settings: Settings, model: ModelShape, engine: str) -> float:
             raise ConfigError(f"{where}: kv_cache_dtype {plain!r} is not a type of {engine}'s; known: {ours}")
         found.append(asked_for if plain == "auto" and asked_for is not None and not offloads else bits)
     return sum(found) / len(found)
+
+
+def cache_kind(engine: str, bits: float) -> str:
+    """The name of an engine's type of KV cache with so many bits an element, the plainest where there are several.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    offloads = _ACCOUNTS[engine].offloads
+    if bits == KV_BITS["auto"]:
+        return "f16" if offloads else "bfloat16"
+    others = _TORCH_KINDS if offloads else _GGML_KINDS
+    kinds = [kind for kind, width in KV_BITS.items() if kind not in others and width == bits]
+    if not kinds:
+        raise ConfigError(f"{engine} has no type of KV cache with {bits:g} bits an element; name one of its types")
+    return kinds[0] if engine != "sglang" else "fp8_e4m3"
 
 
 _TORCH_KINDS: Final = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "int8"})

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from serving.budget import Ask, as_launched, pool_tokens, work_out
+from serving.model import Split
 from serving.settings import Settings
 from serving.startup.facts import StartupFacts, whole
 
@@ -73,7 +74,9 @@ def compare_estimates(ask: Ask, facts: StartupFacts, *, card_is_known: bool) -> 
 
 
 def _estimates(ask: Ask, facts: StartupFacts, *, card_is_known: bool) -> Iterator[Estimate]:
-    found = work_out(as_launched(ask))
+    # Where everything is in main memory, there is nothing of a card to be budgeted.
+    budgeted = not (ask.account.offloads and _is_on_host(facts))
+    found = work_out(as_launched(ask)) if budgeted else None
     rank = facts.binding_rank
     weights = max((one.weights_bytes for one in facts.ranks if one.weights_bytes is not None), default=None)
     pool = None if rank is None else rank.kv_cache_bytes
@@ -84,18 +87,19 @@ def _estimates(ask: Ask, facts: StartupFacts, *, card_is_known: bool) -> Iterato
         weights = max((one.model_bytes for one in cards if one.model_bytes is not None), default=weights)
         sizes = [one.kv_cache_bytes for one in facts.buffers if one.kv_cache_bytes is not None]
         pool = sum(sizes) if sizes else pool
-    if weights is not None and not _is_on_host(facts):
+    if weights is not None and found is not None:
         yield Estimate("weights_bytes", "card", weights, found.terms.weights)
     if pool:
         state = 0 if rank is None or rank.state_bytes is None else rank.state_bytes
-        held = pool_tokens(ask, pool + state)
+        # The buffers of all devices together hold the cache of all layers.
+        held = pool_tokens(replace(ask, split=Split(), gpu_layers=None) if facts.buffers else ask, pool + state)
         if tokens:
             yield Estimate("kv_tokens", "kv_cache_bytes", tokens, held)
         if facts.max_concurrency and facts.max_concurrency_tokens:
             yield Estimate(
                 "max_concurrency", "kv_cache_bytes", facts.max_concurrency, held / facts.max_concurrency_tokens
             )
-    if card_is_known and not ask.account.offloads:
+    if card_is_known and found is not None and not ask.account.offloads:
         if pool:
             yield Estimate("kv_cache_bytes", "card", pool, max(0, found.terms.kv_cache))
         if tokens:

@@ -1,6 +1,7 @@
 """`plimsoll budget` says what fits and why, writes it down with its reasons, and is quick."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 
 from plimsoll import budget
 from plimsoll.cli import main
+from serving.model import Split, read_model
 from serving.settings import read_settings, stale_warning, versions
 
+CONFIGS = Path(__file__).parent.parent / "samples" / "configs"
 HY3 = ("budget", "hy3", "--gpu", "h200", "--gpus", "8", "--expert-parallel", "8", "--mean-tokens", "6000")
 
 
@@ -74,6 +77,89 @@ def test_the_written_file_budgets_to_the_same_batch(capsys, tmp_path):
     _, first = document(capsys, *HY3, "--context", "65536", "--utilization", "0.9", "--write", str(path))
     _, again = document(capsys, "budget", "--settings", str(path), "--mean-tokens", "6000")
     assert again["max_batch_size"] == first["max_batch_size"] == read_settings(path).max_batch_size
+
+
+def test_a_file_budgeted_anew_keeps_what_else_it_says(capsys, tmp_path):
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text(
+        "model: llama-3.1-8b\nengine: vllm\ngpu: h100\ngpus: 2\ntensor_parallel_size: 1\npipeline_parallel_size: 2\n"
+        "max_model_len: 32768\nmax_batch_size: 64\nkv_cache_capacity_tokens: 9000\nkv_cache_dtype: fp8\n"
+        "enable_prefix_cache: false\nswap_space_gb: 4\nderived_from: {mean_tokens: 2000}\n"
+    )
+    words = ("budget", "--settings", str(old), "--mean-tokens", "4000")
+    _, first = document(capsys, *words, "--write", str(new))
+    settings = read_settings(new)
+    assert (settings.kv_cache_dtype, settings.enable_prefix_cache, settings.swap_space_gb) == ("fp8", False, 4)
+    assert (settings.pipeline_parallel_size, settings.kv_cache_capacity_tokens) == (2, None)
+    assert stale_warning(settings) is None
+    _, again = document(capsys, "budget", "--settings", str(new), "--mean-tokens", "4000")
+    assert again["max_batch_size"] == first["max_batch_size"] == settings.max_batch_size
+    # What the command line says stands before the file.
+    overruled = ("--pipeline-parallel", "1", "--tensor-parallel", "2", "--kv-bits", "16", "--force")
+    document(capsys, *words, *overruled, "--write", str(new))
+    settings = read_settings(new)
+    assert (settings.tensor_parallel_size, settings.pipeline_parallel_size) == (2, None)
+    assert settings.kv_cache_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("engine", "bits", "kind"),
+    [("vllm", "8", "fp8"), ("sglang", "8", "fp8_e4m3"), ("llamacpp", "8.5", "q8_0"), ("llamacpp", "4.5", "q4_0")],
+)
+def test_a_cache_given_in_bits_is_written_as_the_type_that_the_engine_is_to_run(capsys, tmp_path, engine, bits, kind):
+    path = tmp_path / "serving.yaml"
+    words = ("budget", "llama-3.1-8b", "--gpu", "h100", "--engine", engine, "--context", "8192", "--kv-bits", bits)
+    code, first = document(capsys, *words, "--write", str(path))
+    assert (code, read_settings(path).kv_cache_dtype) == (0, kind)
+    _, again = document(capsys, "budget", "--settings", str(path))
+    assert again["max_batch_size"] == first["max_batch_size"]
+    code, _, err = told(capsys, *words[:-1], "7", "--write", str(tmp_path / "other.yaml"))
+    assert (code, "no type of KV cache with 7 bits" in err) == (2, True)
+
+
+def test_a_file_for_drafting_or_layers_in_main_memory_is_stale_when_these_change(capsys, tmp_path):
+    path = tmp_path / "serving.yaml"
+    words = ("budget", "llama-3.1-8b", "--gpu", "4090", "--engine", "llamacpp", "--context", "8192")
+    document(capsys, *words, "--gpu-layers", "16", "--write", str(path))
+    path.write_text(path.read_text().replace("gpu_layers: 16  #", "gpu_layers: 24  #"))
+    assert "gpu_layers 16" in stale_warning(read_settings(path))
+    document(capsys, *HY3, "--mtp", "1", "--write", str(path), "--force")
+    path.write_text(path.read_text().replace("mtp_layers: 1  #", "mtp_layers: 0  #"))
+    assert "mtp_layers 1" in stale_warning(read_settings(path))
+
+
+def test_more_requests_than_fit_are_1_and_are_not_written(capsys, tmp_path):
+    path = tmp_path / "serving.yaml"
+    words = ("budget", "llama-3.1-8b", "--gpu", "h100", "--context", "8192", "--mean-tokens", "8000")
+    code, found = document(capsys, *words, "--max-batch", "1000", "--write", str(path))
+    assert (code, found["verdict"], found["written"], path.exists()) == (1, "fail", None, False)
+    assert 0 < found["max_batch_size"] < 100
+    assert "not the 1000 that were asked for" in found["reason"]
+    code, out, _ = told(capsys, *words, "--max-batch", "1000", "--write", str(path))
+    assert (code, "1000 requests at once do not fit" in out, "not written" in out) == (1, True, True)
+    assert document(capsys, *words, "--max-batch", "8")[0] == 0
+
+
+def test_of_several_copies_the_cache_is_told_as_that_of_one(capsys):
+    words = ("budget", "llama-3.1-8b", "--gpu", "h100", "--context", "8192", "--mean-tokens", "8000")
+    _, out, _ = told(capsys, *words, "--data-parallel", "4")
+    assert "the KV cache of each copy holds" in out
+    assert "requests of each copy at once" in out
+    assert "of each copy" not in told(capsys, *words)[1]
+
+
+@pytest.mark.parametrize(("flag", "tokens"), [("--mean-tokens", "9000"), ("--long-tokens", "9000")])
+def test_requests_longer_than_the_context_are_refused(capsys, flag, tokens):
+    words = ["budget", "llama-3.1-8b", "--gpu", "h100", "--context", "8192", flag, tokens]
+    words += [] if flag == "--mean-tokens" else ["--mean-tokens", "1000"]
+    code, _, err = told(capsys, *words)
+    assert (code, f"{flag} {tokens}: longer than the context of 8192" in err) == (2, True)
+
+
+def test_names_that_no_file_can_have_are_refused(capsys):
+    for words in (("x" * 5000,), ("hy3", "--write", "x" * 5000)):
+        code, _, err = told(capsys, "budget", *words, "--gpu", "h200", "--gpus", "8")
+        assert (code, "File name too long" in err) == (2, True)
 
 
 def test_a_file_that_is_there_is_replaced_only_when_told_and_kept_as_a_version(capsys, tmp_path):
@@ -144,6 +230,41 @@ def test_a_budget_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
+
+
+def stored(folder, config, size):
+    """A folder with a model of one tensor of so many bytes, which take no place on the disk."""
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    entry = {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]}
+    head = json.dumps({"model.layers.0.mlp.up_proj.weight": entry}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + size)
+
+
+@pytest.mark.parametrize("drafting", [0, 1])
+def test_weights_count_as_their_files_are_large(capsys, tmp_path, drafting):
+    # The files hold the module for multi-token prediction, too, which is loaded only when it is used.
+    config = json.loads((CONFIGS / "glm-4.5-air.json").read_text())
+    shape = read_model(CONFIGS / "glm-4.5-air.json")
+    whole = shape.weight_bytes(mtp_layers=1).total
+    stored(tmp_path, config, whole * 101 // 100 // 2 * 2)
+    words = ("budget", str(tmp_path), "--gpu", "h200", "--gpus", "4", "--context", "8192", "--mtp", str(drafting))
+    code, found = document(capsys, *words, "--weights")
+    expected = 1.01 * shape.weight_bytes(Split(4), mtp_layers=drafting).total
+    assert (code, found["weights_check"]["is_whole"]) == (0, True)
+    assert found["per_card"]["weights"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_files_that_are_not_whole_say_nothing_of_the_size(capsys, tmp_path):
+    config = json.loads((CONFIGS / "qwen3-0.6b.json").read_text())
+    stored(tmp_path, config, 100_000_000)
+    os.truncate(tmp_path / "model.safetensors", 50_000_000)
+    words = ("budget", str(tmp_path), "--gpu", "l4", "--context", "8192")
+    code, found = document(capsys, *words, "--weights")
+    assert (code, found["weights_check"]["is_whole"]) == (1, False)
+    assert found["per_card"]["weights"] == read_model(tmp_path).weight_bytes().total
 
 
 def test_weights_are_checked_and_their_true_size_is_taken(capsys, tmp_path):

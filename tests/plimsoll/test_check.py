@@ -328,3 +328,24 @@ def test_a_model_that_cannot_be_divided_as_the_log_says_is_no_failure_of_the_che
     code, page = document(capsys, settings(LLAMA), "--log", log, "--gpu", "h100")
     assert (code, page["budget"]["estimates"]) == (0, [])
     assert "cannot share evenly" in page["budget"]["problem"]
+
+
+def test_weights_of_another_width_are_those_that_the_file_was_derived_from(settings, capsys, tmp_path):
+    log = llama_log(tmp_path)
+    path = settings(LLAMA + "gpu: h100\nderived_from:\n  weight_bits: 8\n")
+    _, page = document(capsys, path, "--log", log)
+    # The matrices of the layers in 8 bits, embedding and output matrix in 16: 9.08 GB against the log's 16.06.
+    assert errors(page)["weights_bytes", "card"] == pytest.approx(9.08 / 16.06 - 1, abs=0.002)
+
+
+def test_the_caches_of_several_cards_are_together_that_of_all_layers(settings, capsys, tmp_path):
+    # 40 layers with 64 heads of 128 for keys and for values: the log has 5,120 MiB for 4,096 tokens on two cards.
+    config = tmp_path / "config.json"
+    shape = {"hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 40, "num_attention_heads": 64}
+    shape |= {"model_type": "llama", "vocab_size": 256000, "max_position_embeddings": 131072}
+    config.write_text(json.dumps(shape))
+    log = SAMPLES / "logs" / "check" / "llamacpp_2024_two_cards.log"
+    for words in ("gpus: 2\n", "gpus: 2\ngpu_layers: 99\n"):
+        path = settings(f"model: {config}\nengine: llamacpp\n{words}")
+        _, page = document(capsys, path, "--log", log)
+        assert errors(page)["kv_tokens", "kv_cache_bytes"] == 0
