@@ -47,7 +47,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(-?[\d.]+) ?([KMGT]?)i?B?$", re.IGNORECASE)
 _SERVERS = re.compile(r"(?i)python|vllm|sglang|llama|text-gen|enginecore|ray::|pt_main|worker")
 _ENGINE_WORDS = re.compile(
-    r"(?i)(?P<vllm>vllm|EngineCore)|(?P<sglang>sglang)|(?P<llamacpp>llama_|ggml|llama\.cpp|srv +load_model)"
+    r"(?i)(?P<vllm>\bvllm|\bEngineCore)|(?P<sglang>\bsglang)|(?P<llamacpp>\bllama_|\bggml|llama\.cpp|\bsrv +load_model)"
     r"|(?P<tgi>text_generation)"
 )
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
@@ -167,7 +167,9 @@ class Start:
 
     def note_error(self, line: LogLine) -> None:
         """Keep an error that no sign knows: the last one is what a start without a known cause ended with."""
-        if self.stop_line is None:
+        came_after_stop = self.stop_line is not None and line.number > self.stop_line
+        was_survived = self.ready_line is not None and line.number < self.ready_line
+        if not (came_after_stop or was_survived):
             self.error = Evidence(line.number, presentable(line.text), 1, (line.rank,) if line.rank else ())
 
     def take(self, line: LogLine, sign: Sign, found: re.Match[str]) -> Finding | None:

@@ -8,9 +8,10 @@ that said the same many times in one start is only counted.
 How it stays small: shapes are kept up to a limit, findings by sign and not by line, earlier starts as one sentence.
 """
 
+import math
 import re
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -31,6 +32,12 @@ _SHAPE_BYTES = 512
 _UNREAD = b"0123456789abcdef"
 """Bytes that do not tell shapes apart: digits, and the letters of hexadecimal identifiers."""
 _KEPT_SHAPES = 20_000
+_FLOOD_LINES = 1000
+"""A block with so many new lines that may tell something is a flood: the same said in ever other words."""
+_RARE = 4
+"""Words of a flood that fewer lines have are names: of customers, requests, tensors."""
+_FLOOD_TAKEN_APART = 64
+"""Lines of a flood alike but for names that are read in full; the rest are only counted."""
 _TAKEN_APART = 64
 """Lines of one shape that are read in full in one start; the rest are only counted."""
 _LINE_CHARACTERS = 4096
@@ -41,6 +48,7 @@ _SAME_START_LINES = 30
 _KEPT_STARTS = 20
 
 _NEVER_ONLY_COUNTED = frozenset({Role.START, Role.READY, Role.STOP, Role.PHASE, Role.FRAME, Role.TRACEBACK})
+_TURNS = frozenset({Role.START, Role.READY})
 _POSTED = re.compile(rb'"POST /[^"\n]*" 200')
 _ANSWER_WORDS = (b"total time = ", b"Success")
 """llama.cpp and TGI say it so when a request is done."""
@@ -96,6 +104,8 @@ def _any_of(words: Collection[bytes]) -> bytes:
 _ROWS_OF = _rows()
 _NEEDLE = re.compile(b"(?=(" + _any_of(_ROWS_OF) + b"))")
 """At each place in a line the longest needle that begins there."""
+_PIECE = re.compile(_any_of({max(needle.split(), key=len) for needle in _ROWS_OF}))
+"""Of each needle the longest word: what has none of them holds no needle."""
 
 
 @dataclass(slots=True)
@@ -107,6 +117,76 @@ class _Shape:
     may_be_counted: bool
     seen: int = 0
     findings: tuple[Finding, ...] = ()
+
+    @property
+    def roles(self) -> set[Role]:
+        """What its signs are."""
+        return {sign.role for sign in self.signs}
+
+
+@dataclass(slots=True)
+class _Alike:
+    """What lines of a flood mean that are alike but for names; None where they mean nothing."""
+
+    meaning: _Shape | None
+    seen: int = 1
+
+    def is_plain_by(self, key: bytes) -> bool:
+        """Whether the words that lines share say already what is known of them, so that their names need no look."""
+        signs = () if self.meaning is None else self.meaning.signs
+        return bool(signs) and all(any(needle in key for needle in sign.needles) for sign in signs)
+
+
+class _Flood:
+    """New lines by the thousand in one block: mostly the same, said of ever other names.
+
+    Lines are alike when they have the same words but for digits and names. A name is a word that few lines have.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, _Alike] = {}
+        self._words: dict[bytes, bytes] = {}
+
+    def keys(self, heads: list[bytes]) -> list[bytes]:
+        """For each line the words that it shares with others."""
+        text = b"\n".join(heads).translate(None, b"0123456789\x00").replace(b"\n", b" \x00 ")
+        words = [b"\x00", *text.split(), b"\x00"]
+        if not self._words:
+            self._words = {word: word for word, times in Counter(words).items() if times >= _RARE}
+        return b" ".join(filter(None, map(self._words.get, words))).split(b"\x00")[1:-1]
+
+    def finer(self, key: bytes, head: bytes) -> bytes:
+        """The key with what the line's names hold of needles: it passes for none that the tables tell apart."""
+        names = b" ".join([word for word in head.translate(None, b"0123456789\x00").split() if word not in self._words])
+        return key + b"\x00" + b"+".join(_PIECE.findall(names))
+
+    def told(self, key: bytes) -> _Alike | None:
+        """What a line means of which one more need only be counted; None where it has to be read."""
+        alike = self._known.get(key)
+        if alike is None or alike.seen < _FLOOD_TAKEN_APART:
+            return None
+        meaning = alike.meaning
+        # How a process ended is in its figures.
+        is_told = meaning is None or (meaning.may_be_counted and not meaning.facts and Role.LOSS not in meaning.roles)
+        return alike if is_told else None
+
+    def learn(self, key: bytes, meaning: _Shape | None) -> None:
+        """What one line of those alike meant."""
+        alike = self._known.get(key)
+        if alike is None:
+            if len(self._known) >= _KEPT_SHAPES:
+                self._known.clear()
+            self._known[key] = _Alike(meaning)
+        elif (alike.meaning and alike.meaning.signs) != (meaning and meaning.signs):
+            # Alike in words and not in meaning: they are read on.
+            alike.meaning, alike.seen = meaning, 1
+        else:
+            alike.seen += 1
+
+    def forget(self) -> None:
+        """Begin anew: other words are shared by now."""
+        self._known.clear()
+        self._words.clear()
 
 
 class LogReader:
@@ -122,6 +202,10 @@ class LogReader:
         self._earlier: deque[EarlierStart] = deque(maxlen=_KEPT_STARTS)
         self._start = Start(first_line=1, engine=engine)
         self._again: dict[int, tuple[Finding, int]] = {}
+        self._flood = _Flood()
+        self._told_later: list[tuple[_Shape, list[int]]] = []
+        self._counted: set[bytes] = set()
+        self._unknown_error: int | None = None
         self._turns: bool | None = None
 
     def take(self, block: Block) -> None:
@@ -135,7 +219,8 @@ class LogReader:
             self._read_telling(block, shapes, telling)
         else:
             self._start.answered += _count_answers(block.data)
-        if self._again:
+        self._count_told(block)
+        if self._again or self._unknown_error is not None:
             self._settle(block)
         self._lines = block.first_line + len(shapes) - (2 if block.data.endswith(b"\n") else 1)
         self._start.last_line = self._lines
@@ -157,23 +242,88 @@ class LogReader:
         for mark in _TEXTS_OF_CUSTOMERS:
             if mark in block.data:
                 examples = {shape: place for shape, place in examples.items() if mark not in lines[place][:_HEAD_BYTES]}
-        heads = b"\n".join([_head(lines[place]) for place in examples.values()])
-        present = [anchor for anchor in _ANCHORS if anchor in heads]
-        for shape, place in examples.items() if present else ():
-            head = _head(lines[place])
-            if [anchor for anchor in present if anchor in head]:
-                meaning = self._meaning(head, lines[place], place, block.data)
-                if meaning is not None:
-                    if len(self._shapes) >= _KEPT_SHAPES:
-                        self._shapes.clear()
-                    self._shapes[shape] = meaning
+        telling = _telling(examples, lines)
+        if len(telling) >= _FLOOD_LINES:
+            self._read_flood(telling, lines, block, different)
+            # So many new shapes are texts, which do not come again.
+            return
+        for shape, place, head in telling:
+            self._learn(shape, place, head, lines, block)
         if len(self._dull) >= _KEPT_SHAPES:
             self._dull.clear()
         if len(new) < _KEPT_SHAPES // 4:
-            # A block with so many new shapes is one of texts, which do not come again.
-            self._dull.update(shape for shape in new - self._shapes.keys() if len(shape) <= _SHAPE_BYTES)
+            dull = new - self._shapes.keys() - self._counted
+            self._dull.update(shape for shape in dull if len(shape) <= _SHAPE_BYTES)
+        self._counted.clear()
 
-    def _meaning(self, head: bytes, raw: bytes, place: int, data: bytes) -> _Shape | None:
+    def _turns_in(self, block: Block) -> bool:
+        """Whether a start may begin or become ready in the block."""
+        if self._turns is None:
+            self._turns = any(mark in block.data for mark in _TURNING_POINTS)
+        return self._turns
+
+    def _learn(self, shape: bytes, place: int, head: bytes, lines: list[bytes], block: Block) -> _Shape | None:
+        """What a new shape means, if anything; kept unless its line was counted and need not be read."""
+        meaning = self._meaning(head, lines[place])
+        if meaning is None:
+            return None
+        often = self._start.heard_enough(meaning.signs) if meaning.may_be_counted and not meaning.facts else []
+        if often and not self._turns_in(block):
+            # Millions of lines that say the same in other words: who said it, and when first, is known by now.
+            self._told_later.append((meaning, [place]))
+            self._counted.add(shape)
+            return meaning
+        if len(self._shapes) >= _KEPT_SHAPES:
+            self._shapes.clear()
+        self._shapes[shape] = meaning
+        return meaning
+
+    def _read_flood(
+        self, telling: list[tuple[bytes, int, bytes]], lines: list[bytes], block: Block, different: set[bytes]
+    ) -> None:
+        """Read lines that are alike so long as they may say more, and count the rest."""
+        keys = self._flood.keys([head for _, _, head in telling])
+        turning = any(_TURNS & self._shapes[shape].roles for shape in different & self._shapes.keys())
+        # Lines that say the same of known meaning need no look at their names; those of none do.
+        plain = {key: alike for key in set(keys) if (alike := self._flood.told(key)) and alike.is_plain_by(key)}
+        counted: dict[int, tuple[_Alike, list[int]]] = {}
+        read = 0
+        for index, key in enumerate(keys):
+            alike = plain.get(key)
+            if alike is None:
+                shape, place, head = telling[index]
+                finer = self._flood.finer(key, head)
+                alike = self._flood.told(finer)
+                if alike is None:
+                    read += 1
+                    meaning = self._learn(shape, place, head, lines, block)
+                    self._flood.learn(finer, meaning)
+                    self._flood.learn(key, meaning)
+                    turning = turning or (meaning is not None and bool(_TURNS & meaning.roles))
+                    continue
+            counted.setdefault(id(alike), (alike, []))[1].append(index)
+        if read >= _FLOOD_LINES:
+            self._flood.forget()
+        for alike, indices in counted.values():
+            if turning:
+                # What was said before a start or its readiness is another's: each line in its place.
+                for index in indices:
+                    shape, place, head = telling[index]
+                    self._learn(shape, place, head, lines, block)
+            elif alike.meaning is not None:
+                self._told_later.append((alike.meaning, [telling[index][1] for index in indices]))
+
+    def _count_told(self, block: Block) -> None:
+        """Add lines that were not read to findings, which by now there are; but for those after the server's stop."""
+        stop = math.inf if self._start.stop_line is None else self._start.stop_line - block.first_line
+        for meaning, told in self._told_later:
+            places = [place for place in told if place < stop]
+            found = [self._start.findings.get(id(sign)) for sign in meaning.signs]
+            if places:
+                self._count_more(meaning, [one for one in found if one is not None], places[-1], len(places))
+        self._told_later.clear()
+
+    def _meaning(self, head: bytes, raw: bytes) -> _Shape | None:
         if b"\r" in raw:
             # What a progress bar wrote stands before what matters.
             head = raw[-_HEAD_BYTES:]
@@ -182,17 +332,6 @@ class LogReader:
             return None
         signs = [SIGNS[row] for row in rows if 0 <= row < len(SIGNS) and SIGNS[row].engine in self._engines]
         facts = tuple(FACTS[row - len(SIGNS)][1] for row in rows if row >= len(SIGNS))
-        text = raw[:_LINE_CHARACTERS].decode("utf-8", "replace")
-        said = [sign for sign in signs if sign.pattern.search(text)]
-        often = self._start.heard_enough(said)
-        if often and self._turns is None:
-            self._turns = any(mark in data for mark in _TURNING_POINTS)
-        if often and not self._turns:
-            # Millions of lines that say the same in other words: who said it, and when first, is known by now.
-            for finding in often:
-                finding.count += 1
-                self._heard_again(finding, place)
-            return None
         message = _text_of(0, raw).message[:_LINE_CHARACTERS]
         signs = [sign for sign in signs if sign.pattern.search(message)]
         alone = next((sign for sign in signs if sign.alone), None)
@@ -206,34 +345,44 @@ class LogReader:
 
     def _read_telling(self, block: Block, shapes: list[bytes], telling: set[bytes]) -> None:
         places = [place for place, shape in enumerate(shapes) if shape in telling]
-        meanings = [self._shapes[shapes[place]] for place in places]
-        if all(meaning.may_be_counted and meaning.seen >= _TAKEN_APART for meaning in meanings):
-            self._count_only(block, shapes, places)
+        told = {shape: self._told_already(self._shapes[shape]) for shape in telling}
+        if None not in told.values():
+            self._start.answered += _count_answers(block.data)
+            last = {shapes[place]: place for place in places}
+            for shape, times in Counter([shapes[place] for place in places]).items():
+                self._count_more(self._shapes[shape], told[shape] or (), last[shape], times)
             return
         lines = block.data.split(b"\n")
         done = 0
-        for place, meaning in zip(places, meanings, strict=True):
-            number = block.first_line + place
-            meaning.seen += 1
-            if meaning.may_be_counted and meaning.seen > _TAKEN_APART and meaning.findings:
-                for finding in meaning.findings:
-                    finding.count += 1
-                    self._heard_again(finding, place)
+        for place in places:
+            meaning = self._shapes[shapes[place]]
+            findings = self._told_already(meaning)
+            if findings is not None:
+                self._count_more(meaning, findings, place)
                 continue
+            meaning.seen += 1
             self._start.answered += _count_answers(b"\n".join(lines[done:place]))
             done = place
-            self._read_line(number, lines[place], meaning)
+            self._read_line(block.first_line + place, lines[place], meaning)
         self._start.answered += _count_answers(b"\n".join(lines[done:]))
 
-    def _count_only(self, block: Block, shapes: list[bytes], places: list[int]) -> None:
-        last = {shapes[place]: place for place in places}
-        for shape, times in Counter([shapes[place] for place in places]).items():
-            meaning = self._shapes[shape]
-            meaning.seen += times
-            for finding in meaning.findings:
-                finding.count += times
-                self._heard_again(finding, last[shape])
-        self._start.answered += _count_answers(block.data)
+    def _count_more(self, meaning: _Shape, findings: Sequence[Finding], place: int, times: int = 1) -> None:
+        meaning.seen += times
+        for finding in findings:
+            finding.count += times
+            self._heard_again(finding, place)
+        if not meaning.signs:
+            self._unknown_error = place if self._unknown_error is None else max(self._unknown_error, place)
+
+    def _told_already(self, meaning: _Shape) -> Sequence[Finding] | None:
+        """The findings that one more line of a shape only adds to; None where it has to be read."""
+        if not meaning.may_be_counted:
+            return None
+        if self._start.stop_line is not None and meaning.signs and not meaning.facts:
+            return ()  # what follows a stop tells nothing
+        if meaning.seen >= _TAKEN_APART and (meaning.findings or not (meaning.signs or meaning.facts)):
+            return meaning.findings
+        return None if meaning.facts else self._start.heard_enough(meaning.signs) or None
 
     def _heard_again(self, finding: Finding, place: int) -> None:
         known = self._again.get(id(finding))
@@ -246,6 +395,10 @@ class LogReader:
             finding.last_line = max(finding.last_line, block.first_line + place)
             finding.answered_at_last = self._start.answered - _count_answers(b"\n".join(lines[place + 1 :]))
         self._again.clear()
+        last, self._unknown_error = self._unknown_error, None
+        known = self._start.error
+        if last is not None and (known is None or known.line < block.first_line + last):
+            self._start.note_error(_text_of(block.first_line + last, lines[last]))
 
     def _read_line(self, number: int, raw: bytes, meaning: _Shape) -> None:
         line = _text_of(number, raw)
@@ -288,8 +441,27 @@ class LogReader:
 
     def _read_anew(self) -> None:
         self._again.clear()
+        self._unknown_error = None
         for shape in self._shapes.values():
             shape.seen, shape.findings = 0, ()
+
+
+def _telling(examples: Mapping[bytes, int], lines: Sequence[bytes]) -> list[tuple[bytes, int, bytes]]:
+    """Shape, place and head of the lines that hold a fragment of the tables, in their order."""
+    left = [(shape, place, _head(lines[place])) for shape, place in examples.items()]
+    found: list[tuple[bytes, int, bytes]] = []
+    joined = b"\n".join([head for _, _, head in left])
+    for anchor in _ANCHORS:
+        if anchor not in joined:
+            continue
+        having = [one for one in left if anchor in one[2]]
+        if len(having) == len(left):
+            found += left
+            break
+        found += having
+        left = [one for one in left if anchor not in one[2]]
+        joined = b"\n".join([head for _, _, head in left])
+    return sorted(found, key=lambda one: one[1])
 
 
 def _head(line: bytes) -> bytes:

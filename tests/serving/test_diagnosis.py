@@ -18,7 +18,7 @@ from serving.diagnosis import Confidence, Failure, LogReader, Phase, State, diag
 from serving.diagnosis.redaction import TEXT_LIMIT, presentable
 from serving.diagnosis.signs import FACTS, FIGURES, SIGNS, Role
 from serving.errors import ConfigError
-from serving.log_lines import read_blocks
+from serving.log_lines import Block, read_blocks
 from serving.simulator.dialects.base import StartFailure, Trouble
 from serving.simulator.dialects.llamacpp import LLAMACPP_DIALECT
 from serving.simulator.dialects.sglang import SGLANG_DIALECT
@@ -565,6 +565,73 @@ def test_a_new_start_in_the_middle_of_a_flood_is_read_from_its_beginning():
     found = read(text)
     assert (found.starts, found.diagnosis.failure) == (1, Failure.WEIGHTS_OUT_OF_MEMORY)
     assert found.diagnosis.cause_line == found.lines
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_flood_that_is_counted_gives_the_answer_of_one_that_is_read(seed, monkeypatch):
+    rnd = random.Random(seed)
+
+    def word():
+        return "".join(rnd.choice("ghijknopqrstuvwxyz") for _ in range(10))
+
+    kinds = (
+        lambda: f"ERROR [x.py:{rnd.randint(1, 9)}] RuntimeError: CUDA out of memory in {word()} for {word()}\n",
+        lambda: f"ERROR ValueError: {word()} is {word()}\n",
+        lambda: f"KeyError: '{word()}.{word()}'\n",
+        lambda: f"ERROR [y] {word()}Error: {word()} exit code 1\n",
+        lambda: f"INFO error {word()} memory {word()}\n",
+        lambda: ANSWER,
+    )
+    hidden = (
+        *("vLLM API server version 0.9\n", READY, DEAD, "Starting to load model m\n", "FooError: unknown thing\n"),
+        *(
+            "RuntimeError: NCCL error: unhandled system error\n",
+            "KeyError: 'layers.1.weight'\n",
+            "python exit code 137\n",
+        ),
+        *("[shutdown] API server: shutdown triggered\n", "OSError: [Errno 28] No space left on device\n"),
+    )
+    parts = []
+    for _ in range(rnd.randint(1, 3)):
+        chosen = rnd.sample(kinds, rnd.randint(1, 3))
+        for _ in range(rnd.choice([500, 3000, 6000])):
+            parts.append(rnd.choice(chosen)())
+            if rnd.random() < 4e-4:
+                parts.append(rnd.choice(hidden))
+    text = "".join(parts)
+    counted = read(text)
+    monkeypatch.setattr(reader, "_FLOOD_LINES", 10**9)
+    assert counted == read(text)
+
+
+def test_a_line_that_was_counted_once_in_a_flood_counts_when_it_comes_again():
+    rnd = random.Random(4)
+
+    def flood(count):
+        words = ("".join(rnd.choice("ghijklmnopqrstuvwxyz") for _ in range(12)) for _ in range(count))
+        return "".join(f"RuntimeError: CUDA out of memory in {word}\n" for word in words)
+
+    last = "RuntimeError: CUDA out of memory in the very last place\n"
+    log = LogReader()
+    line = 1
+    for text in (READY + flood(1500), ANSWER + last, ANSWER * 200, last + DEAD):
+        log.take(Block(line, text.encode()))
+        line += text.count("\n")
+    found = log.finish().diagnosis
+    assert found.failure is Failure.RUNTIME_OUT_OF_MEMORY
+    assert found.evidence[0].times == 1502
+
+
+def test_of_a_flood_of_unknown_errors_the_last_is_shown_and_none_after_the_stop():
+    rnd = random.Random(6)
+    names = ["".join(rnd.choice("ghijklmnopqrstuvwxyz") for _ in range(9)) for _ in range(9000)]
+    errors = "".join(f"ERROR a.py: {name}Error: the {name} is out\n" for name in names)
+    same = "ERROR a.py: FrobError: frob 1 is out\n" * 500 + "ERROR a.py: FrobError: frob 2 is out\n"
+    found = read("vLLM API server version 0.9\n" + errors + same)
+    assert (found.diagnosis, found.last_error.line) == (None, 9502)
+    assert "frob 2" in found.last_error.text
+    stopped = read("vLLM API server version 0.9\n" + same + "[shutdown] API server: shutdown triggered\n" + errors)
+    assert stopped.last_error.line == 502
 
 
 def test_where_blocks_end_does_not_matter():
