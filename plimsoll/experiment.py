@@ -9,6 +9,7 @@ rolls back; a second one leaves that to `recover`.
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -66,6 +67,8 @@ flags for it, quoted for a shell) in its environment. It must leave the server r
 Exit codes: 0 kept, 1 rolled back and serving again, 3 rolled back as nothing can be said, 4 the server is not back."""
 
 _LOUD: Final = "!" * 78
+_STOPS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What ends an experiment: Ctrl-C, a supervisor, and a terminal or connection that went away."""
 
 
 # ---- the loop
@@ -112,7 +115,7 @@ class Stop:
             task.cancel()
 
     def press(self) -> None:
-        """Ctrl-C, or SIGTERM."""
+        """Ctrl-C, or another signal that asks for an end."""
         self._asked = True
         if self._task is None:
             return
@@ -144,8 +147,13 @@ async def drive(
         except RecordError as error:
             # Without a journal nothing is begun that may have to be undone; the way back is the same without it.
             if state.step in (Step.BASELINE, Step.BACKUP):
-                failed = Seen(Verdict.FAILED, str(error))
-                return replace(state, step=Step.DONE, outcome=Outcome.NOTHING_CHANGED, reason=failed.reason)
+                return replace(
+                    state,
+                    step=Step.DONE,
+                    outcome=Outcome.NOTHING_CHANGED,
+                    verdict=Verdict.FAILED,
+                    reason=str(error),
+                )
             if not state.going_back and state.step not in (Step.KEEP, Step.RECORD):
                 state = replace(state, step=Step.RESTORE, verdict=Verdict.FAILED, reason=str(error))
                 continue
@@ -162,7 +170,7 @@ async def drive(
                 raise
             seen = Seen(Verdict.INTERRUPTED, "interrupted")
         except PlimsollError as error:
-            seen = Seen(Verdict.FAILED, redact(str(error)))
+            seen = Seen(Verdict.FAILED, redact(str(error)), elsewhere=True)
         before = len(state.results)
         state = advance(state, seen, policy)
         for result in state.results[before:]:
@@ -308,8 +316,18 @@ def _policy(arguments: argparse.Namespace) -> tuple[Policy, list[Mapping[str, Sc
     if not steps and not context and not batch:
         raise ConfigError("nothing to fall back to: give --quantize KEY=V1,V2, --context N1,N2 or --batch N1,N2")
     planned = [*steps, *({"max_model_len": v} for v in context), *({"max_batch_size": v} for v in batch)]
-    whole_numbers = [value for value in (*context, *batch) if isinstance(value, int)]
-    return LadderPolicy(steps, whole_numbers[: len(context)], whole_numbers[len(context) :]), planned, []
+    return LadderPolicy(steps, _rungs("max_model_len", context, now), _rungs("max_batch_size", batch, now)), planned, []
+
+
+def _rungs(key: str, values: Sequence[Scalar], now: Mapping[str, Scalar]) -> list[int]:
+    """The values of a retreat, each smaller than the one before and the first smaller than what is set."""
+    rungs = [value for value in values if isinstance(value, int)]
+    present = now.get(key)
+    chain = [present, *rungs] if isinstance(present, int) else rungs
+    if any(later >= earlier for earlier, later in itertools.pairwise(chain)):
+        told = f"; {key} is {present}" if isinstance(present, int) else ""
+        raise ConfigError(f"{key}={','.join(map(str, rungs))}: a retreat goes from larger to smaller values{told}")
+    return rungs
 
 
 def _values(text: str, settings: Settings) -> tuple[str, list[Scalar]]:
@@ -407,12 +425,14 @@ async def _finish(
     loop = asyncio.get_running_loop()
     world.on_note = journal.note
     stop = Stop(say)
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
+    for signal_number in _STOPS:
         loop.add_signal_handler(signal_number, stop.press)
     try:
         state = await drive(state, policy, world, journal, stop, on_step=lambda at: say(_progress(at)))
+        if world.serving is None and state.step is Step.DONE:
+            await world.look_once()
     finally:
-        for signal_number in (signal.SIGINT, signal.SIGTERM):
+        for signal_number in _STOPS:
             loop.remove_signal_handler(signal_number)
         await world.close()
     if state.outcome in (Outcome.KEPT, Outcome.ROLLED_BACK, Outcome.NOTHING_CHANGED):
@@ -451,7 +471,7 @@ def _document(state: State, world: RealWorld | None, settings: Path, action: str
         "record": None if world is None or world.record is None else world.record.document(),
         "ledger": str(ledger_path(settings)),
         "backup": back,
-        "serving": None if world is None else world.serving or (not state.touched and state.served_before),
+        "serving": None if world is None else world.serving,
         "unfinished": str(journal_path(settings)) if left else None,
         "exit_code": code,
     }

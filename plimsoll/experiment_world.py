@@ -19,7 +19,16 @@ from plimsoll.figures import Comparison, Figures, Judgement, compare
 from plimsoll.ledger import Change, Conclusion, Record, append, ledger_path, new_id, read_ledger, read_record
 from plimsoll.measurement import Answer, Load, Measurement, Meter, Proof, compare_answers, open_meter
 from plimsoll.report import figure
-from plimsoll.restarting import LogMark, RunningCommand, look, redact, run_restart, wait_until_new
+from plimsoll.restarting import (
+    Before,
+    LogMark,
+    RunningCommand,
+    listening_sockets,
+    look_before,
+    redact,
+    run_restart,
+    wait_until_new,
+)
 from plimsoll.trial import QUALITY_KEYS, Outcome, Seen, State, Step, TrialResult, Verdict
 from serving.clock import NS, Clock, SystemClock
 from serving.engines import TargetFacts
@@ -139,15 +148,15 @@ class RealWorld:
         self.record: Record | None = None
         """The last record, once it was made."""
         self.backup_path: str | None = None
-        self.serving = False
-        """Whether a server was seen to serve at the end."""
+        self.serving: bool | None = None
+        """Whether a server was seen to serve when last looked; None while nobody has looked."""
         self._say = say
         self._clock: Clock = SystemClock()
         self._stack = contextlib.AsyncExitStack()
         self._meter: Meter | None = None
         self._log = LogMark.now(Path(plan.log))
         self._engine: str | None = (notes or {}).get("target", {}).get("engine")
-        self._before: Tick | None = None
+        self._before: Before | None = None
         self._swap_before: float | None = None
         self._load: Load | None = None
         self._answers: tuple[Answer, ...] | None = None
@@ -171,6 +180,7 @@ class RealWorld:
             "idle_kv_ratio": left.get("idle_kv_ratio"),
             "equal": left.get("equal", []),
             "marks": left.get("marks", []),
+            "sockets": left.get("sockets", []),
             "restarting": left.get("restarting"),
         }
         self.on_note: Callable[[Mapping[str, Any]], None] = lambda _: None
@@ -179,6 +189,15 @@ class RealWorld:
     def notes(self) -> Mapping[str, Any]:
         """What recovery needs besides the plan: how the old server was, and the record as far as it is known."""
         return {**self._old, "record": self._draft().document()}
+
+    async def look_once(self) -> None:
+        """See whether a server serves, where no step has said so."""
+        try:
+            await self._open_meter()
+        except TargetError:
+            self.serving = False
+        else:
+            self.serving = True
 
     async def close(self) -> None:
         """Let go of the server."""
@@ -222,13 +241,19 @@ class RealWorld:
         try:
             meter = await self._open_meter()
         except TargetError as error:
+            self.serving = False
             return Seen(Verdict.FAILED, redact(str(error)))
+        self.serving = True
         self._old["target"] = _target_document(meter.facts, self.base)
         self._engine = meter.facts.engine
         engine_arguments(settings, self._engine)  # what cannot be said must show before anything is restarted
         self._old["idle_kv_ratio"] = await meter.idle_kv_ratio()
         self._old["marks"] = _marks(meter.ticks[-1])
-        checks = compare_start(settings, self._whole_log_facts(), meter.facts)
+        self._old["sockets"] = sorted(listening_sockets(self.base))
+        facts = self._whole_log_facts()
+        if not facts.starts:
+            self._say(f"no start of the server is in {self.plan.log}; is it its log?")
+        checks = compare_start(settings, facts, meter.facts)
         self._old["equal"] = [check.key for check in checks if check.outcome is FieldOutcome.EQUAL]
         load = self._fix_load(settings, meter.facts)
         known = self._known_baseline(load) if self.plan.reuse_baseline else None
@@ -238,12 +263,14 @@ class RealWorld:
             measured = await meter.measure(load)
             problem = _measured_badly(measured)
             if problem is not None:
+                self.serving = measured.died is None
                 return problem
             self._old_figures = measured.figures
             self._warnings += measured.warnings
         if self.plan.kind == "ladder":
             return await self._is_enough(meter, settings, load)
-        return Seen()
+        score = self._old_figures.get(f"output_tokens_per_second@{load.concurrency}")
+        return Seen(score=None if score is None else score.value)
 
     async def _is_enough(self, meter: Meter, settings: Settings, load: Load) -> Seen:
         """Whether a ladder is needed at all."""
@@ -255,6 +282,7 @@ class RealWorld:
                 return Seen(
                     Verdict.ENOUGH, "the server starts and meets what is asked already; there is no need to retreat"
                 )
+        self.serving = meter.died is None
         # What the trials are measured by, if it died of this.
         return Seen() if meter.died is None else Seen(Verdict.FAILED, meter.died)
 
@@ -262,17 +290,13 @@ class RealWorld:
         return LogMark(Path(self.plan.log), None, 0, "").facts(self._engine)
 
     def _known_baseline(self, load: Load) -> Figures | None:
-        """Figures of the latest record of the same settings and load, None when there is none.
+        """Figures of the latest record of the same server, release, settings and load, None when there is none.
 
         A concurrency that nobody stated is that of the record, if the settings to be tried can run it too.
         """
         for record in reversed(read_ledger(self.ledger).records):
             known = record.measured_hash()
-            if (
-                known is None
-                or known[0] != self._old["hash"]
-                or record.target.get("model") != self._old["target"]["model"]
-            ):
+            if known is None or known[0] != self._old["hash"] or record.target != self._old["target"]:
                 continue
             at = record.load.get("concurrency")
             wanted = load
@@ -314,6 +338,9 @@ class RealWorld:
         del state
         if any(key in QUALITY_KEYS for change in self._planned for key in change):
             await self._ask_before()
+        meddled = self._meddled(read_settings(self.path).values())
+        if meddled is not None:
+            return meddled
         stored = backup(self.path, reason=f"before experiment {self.plan.id}")
         self.backup_path = stored.path
         return Seen(backup=stored.version)
@@ -321,10 +348,13 @@ class RealWorld:
     # ---- a trial
 
     async def _edit(self, state: State) -> Seen:
-        self._trial = self._trials.setdefault(state.label, _Trial())
         if state.results and state.backup is not None:
+            meddled = self._meddled(read_settings(self.path).values())
+            if meddled is not None:
+                return meddled
             restore(self.path, state.backup, reason=f"between trials of experiment {self.plan.id}")
         settings = edit_settings(self.path, dict(state.changes))
+        self._trial = self._trials.setdefault(state.label, _Trial())
         self._trial.settings = settings
         stale = stale_warning(settings)
         if stale is not None:
@@ -340,25 +370,45 @@ class RealWorld:
         await self._close_meter()
         self._end_left_restart()
         settings = read_settings(self.path)
+        meddled = None if state.going_back else self._meddled(settings.values())
+        if meddled is not None:
+            return meddled
         engine = self._engine or settings.engine
         environment = {"PLIMSOLL_SETTINGS": str(self.path.absolute())}
         if engine is not None:
             environment["PLIMSOLL_ENGINE_ARGS"] = shlex.join(engine_arguments(settings, engine).words)
         async with open_session() as session:
-            tick = None if engine is None else await look(session, self.base, self._clock, engine)
-        self._before = tick if tick is not None and tick.up else None
+            self._before = None if engine is None else await look_before(session, self.base, self._clock, engine)
         self._log = LogMark.now(Path(self.plan.log))
         self._swap_before = host_memory().get("host_swap_used_bytes") if self.base.is_loopback else None
-        self._unmoved = state.going_back and self._before is not None and _marks(self._before) == self._old["marks"]
-        if self._unmoved and any(self._old["marks"]):
+        self._unmoved = state.going_back and self._before is not None and self._is_old(self._before)
+        if self._unmoved:
             self._say("the server of before the experiment still runs; it was never restarted")
             return Seen()
-        self._unmoved = False
+        self.serving = None
         problem = await run_restart(
             self.plan.restart, environment, self.plan.limit_seconds, on_begun=self._note_restart
         )
         self._old["restarting"] = None
-        return Seen() if problem is None else Seen(Verdict.FAILED, problem)
+        return Seen() if problem is None else Seen(Verdict.FAILED, problem, elsewhere=True)
+
+    def _is_old(self, seen: Before) -> bool:
+        """Whether the server of before the experiment serves, and no other beside it."""
+        same = _marks(seen.tick) == self._old["marks"] and sorted(seen.sockets) == self._old["sockets"]
+        return seen.tick.up and any(self._old["marks"]) and same
+
+    def _meddled(self, now: Mapping[str, Scalar]) -> Seen | None:
+        """That somebody else changed the settings meanwhile; what they wrote is stored as a version."""
+        known = self._old["values"] if self._trial.settings is None else self._trial.settings.values()
+        changed = [key for key in {**known, **now} if known.get(key) != now.get(key)]
+        if not changed:
+            return None
+        stored = backup(self.path, reason=f"changed by somebody else during experiment {self.plan.id}")
+        return Seen(
+            Verdict.INCONCLUSIVE,
+            f"{', '.join(changed)} of {self.path.name} was changed by somebody else meanwhile; "
+            f"that file is stored as version {stored.version}",
+        )
 
     def _note_restart(self, command: RunningCommand) -> None:
         self._old["restarting"] = asdict(command)
@@ -386,17 +436,22 @@ class RealWorld:
                     limit_seconds=self.plan.limit_seconds,
                 )
             if isinstance(found, str):
-                return Seen(Verdict.FAILED, found)
+                self.serving = False
+                return Seen(Verdict.FAILED, found, elsewhere=not self._log.died_of_memory(self._engine))
             self._engine = found.engine
         try:
             await self._open_meter()
         except TargetError as error:
+            self.serving = False
             return Seen(Verdict.FAILED, redact(str(error)))
         self.serving = True
         return Seen()
 
     async def _check(self, state: State) -> Seen:
         meter, settings = self._need_meter(), read_settings(self.path)
+        meddled = self._meddled(settings.values())
+        if meddled is not None:
+            return meddled
         facts = self._log.facts(meter.facts.engine)
         checks = compare_start(settings, facts, meter.facts)
         self._trial.startup = _startup_document(facts, checks)
@@ -404,6 +459,9 @@ class RealWorld:
         if wrong:
             return Seen(Verdict.FAILED, wrong)
         unseen = [c.key for c in checks if c.key in state.changes and c.outcome is FieldOutcome.ABSENT]
+        if unseen and not facts.starts:
+            told = f"{', '.join(unseen)} cannot be checked: {self.plan.log} has no start of the new server"
+            return Seen(Verdict.INCONCLUSIVE, f"{told}; is it the log of this server?")
         if unseen:
             self._trial.warnings.append(f"neither log nor server says whether {', '.join(unseen)} is in effect")
         died = self._log.death(meter.facts.engine)
@@ -471,8 +529,8 @@ class RealWorld:
 
     async def _measure(self, state: State) -> Seen:
         del state
-        meter = self._need_meter()
-        load = self._fix_load(read_settings(self.path), meter.facts)
+        meter, settings = self._need_meter(), read_settings(self.path)
+        load = self._fix_load(settings, meter.facts)
         measured = await meter.measure(load)
         trial = self._trial
         trial.figures = measured.figures
@@ -485,7 +543,10 @@ class RealWorld:
             trial.warnings.append(f"no tuning result: {needed}")
         trial.comparisons = tuple(compare(self._old_figures, measured.figures, allowed_ratio=self.plan.allowed_ratio))
         score = measured.figures.get(f"output_tokens_per_second@{load.concurrency}")
-        problem = _measured_badly(measured) or self._judge(trial, load)
+        self.serving = measured.died is None
+        problem = (
+            _measured_badly(measured) or self._meddled(read_settings(self.path).values()) or self._judge(trial, load)
+        )
         if problem is not None:
             cause = self._log.death(meter.facts.engine) if measured.died else None
             return replace(problem, reason=problem.reason + (f"; {cause}" if cause else ""))
@@ -571,7 +632,6 @@ class RealWorld:
 
     async def _restore(self, state: State) -> Seen:
         await self._close_meter()
-        self.serving = False
         if state.backup is None:
             return Seen(Verdict.FAILED, "no backup was made")
         stored = restore(self.path, state.backup, reason=f"experiment {self.plan.id}: {state.label}")

@@ -34,8 +34,9 @@ class Page:
 
 
 def journal_path(settings: Path) -> Path:
-    """The journal of a settings file."""
-    return settings.with_name(f"{settings.stem}.experiment.jsonl")
+    """The journal of a settings file, which has one, by whatever links it is named."""
+    file = settings.resolve() if settings.is_symlink() else settings
+    return file.with_name(f"{file.stem}.experiment.jsonl")
 
 
 def refuse_unfinished(settings: Path) -> None:

@@ -35,7 +35,7 @@ from plimsoll.journal import refuse_unfinished
 from plimsoll.ledger import Conclusion, Record, append, ledger_path, new_id, who_decides
 from plimsoll.measurement import Load, Measurement, Meter, open_meter
 from plimsoll.report import clean, figure
-from plimsoll.restarting import LogMark, look, redact, run_restart, wait_until_new
+from plimsoll.restarting import LogMark, look, look_before, redact, run_restart, wait_until_new
 from serving.clock import NS, Clock, SystemClock
 from serving.engines import TargetFacts
 from serving.errors import ConfigError, RecordError, TargetError
@@ -380,7 +380,7 @@ class RealServer:
         if self.plan.log is not None:
             self._mark = LogMark.now(self.plan.log)
         async with open_session() as session:
-            before = None if engine is None else await look(session, self.base, self._clock, engine)
+            before = None if engine is None else await look_before(session, self.base, self._clock, engine)
             self.under_way = True
             problem = await run_restart(self.plan.restart, self._environment(), self.plan.limit_seconds)
             if problem is not None:
@@ -390,7 +390,7 @@ class RealServer:
                 self.base,
                 self._clock,
                 model=self.plan.model,
-                before=before if before is not None and before.up else None,
+                before=before,
                 log=self._mark,
                 engine=engine,
                 limit_seconds=self.plan.limit_seconds,

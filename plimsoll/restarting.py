@@ -1,8 +1,9 @@
 """Restarting a server by a command of the user's, and knowing when the new one serves.
 
 That something answers proves nothing: it may be the old server that has not gone yet. A server is new when another
-process listens, when the server says so itself, when the port was seen closed in between, or when the log has a start
-in the part that was written since.
+process listens, when the server says so itself, or when the port was seen closed in between. Where neither process nor
+server can be told apart, as behind a forwarder, a start in the new part of the log has to do, if it did not fail. While
+a socket of the old server still listens beside one of the new, nothing that answers is known to be the new one.
 """
 
 import asyncio
@@ -22,21 +23,43 @@ from monitor.http import API_KEY_VARIABLE, BaseUrl, converse
 from monitor.process import ServerProcesses
 from monitor.sampler import Sampler, Tick, find_restart, target_reader
 from serving.clock import NS, Clock
+from serving.diagnosis import Diagnosis, Failure, diagnose
 from serving.diagnosis import State as LogState
-from serving.diagnosis import diagnose
+from serving.diagnosis.redaction import presentable
 from serving.engines import ENGINES, TargetFacts, probe
 from serving.errors import ConfigError, TargetError
 from serving.smoke import smoke
 from serving.startup import StartupFacts, read_startup
 
-__all__ = ["LogMark", "RunningCommand", "look", "redact", "run_restart", "wait_until_new"]
+__all__ = [
+    "Before",
+    "LogMark",
+    "RunningCommand",
+    "listening_sockets",
+    "look",
+    "look_before",
+    "redact",
+    "run_restart",
+    "wait_until_new",
+]
 
 _TAIL_BYTES: Final = 4096
 _POLL_SECONDS: Final = 0.5
 _DEATH_SECONDS: Final = 3.0
 """A log that says that the server died, and has not grown for so long since, is believed before the time is up."""
 _KILL_SECONDS: Final = 5.0
+_CONNECT_SECONDS: Final = 5.0
+_LOCAL_ADDRESSES: Final = frozenset(
+    {"00000000", "0100007F", "0" * 32, "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+)
+"""The wildcard and loopback addresses as `net/tcp` and `net/tcp6` of proc(5) write them on a little-endian machine."""
 _REASON_LENGTH: Final = 300
+_OF_MEMORY: Final = frozenset(
+    {
+        *(Failure.WEIGHTS_OUT_OF_MEMORY, Failure.KV_CACHE_UNALLOCATED, Failure.KV_CACHE_BELOW_REQUEST),
+        *(Failure.WARM_UP, Failure.RUNTIME_OUT_OF_MEMORY, Failure.KV_CACHE_EXHAUSTED),
+    }
+)
 
 
 def redact(text: str) -> str:
@@ -103,15 +126,21 @@ class LogMark:
 
     def death(self, engine: str | None) -> str | None:
         """Why the server in the new part is dead, in a sentence; None when it is not, or nothing tells."""
+        found = self._diagnosis(engine)
+        return None if found is None else redact(f"{found.title}: {found.cause}")
+
+    def died_of_memory(self, engine: str | None) -> bool:
+        """Whether the server in the new part died for want of memory."""
+        found = self._diagnosis(engine)
+        return found is not None and found.failure in _OF_MEMORY
+
+    def _diagnosis(self, engine: str | None) -> Diagnosis | None:
         try:
             with self.open_new() as log:
                 found = diagnose(log, engine=engine)
         except (OSError, ConfigError):
             return None
-        if found.diagnosis is None:
-            return None
-        cause = redact(f"{found.diagnosis.title}: {found.diagnosis.cause}")
-        return cause if found.state is LogState.DEAD else None
+        return found.diagnosis if found.state is LogState.DEAD else None
 
 
 def _tail(log: BinaryIO, size: int) -> str:
@@ -193,7 +222,8 @@ async def run_restart(
                 code = await child.wait()
         except TimeoutError:
             await _end_group(child)
-            return f"the restart command did not end within {limit_seconds:g} s{_last_line(output)}"
+            told = f"the restart command did not end within {limit_seconds:g} s{_last_line(output)}"
+            return f"{told} (it has to leave the server running in the background, and end)"
         except BaseException:
             await _end_group(child)
             raise
@@ -214,10 +244,24 @@ async def _end_group(child: asyncio.subprocess.Process) -> None:
 def _last_line(output: BinaryIO) -> str:
     output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL_BYTES))
     lines = output.read().decode("utf-8", "replace").strip().splitlines()
-    return f": {redact(lines[-1].strip())[-_REASON_LENGTH:]}" if lines else ""
+    # It goes into a ledger that is kept in git, so nothing that looks like a secret may be in it.
+    return f": {presentable(redact(lines[-1].strip()), limit=_REASON_LENGTH)}" if lines else ""
 
 
 # ---- the new server
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The server as it was before a restart.
+
+    Attributes:
+        tick: a sample of it; not up where it did not answer.
+        sockets: inodes of the sockets that listened at its port on this host.
+    """
+
+    tick: Tick
+    sockets: frozenset[str]
 
 
 async def look(session: aiohttp.ClientSession, base: BaseUrl, clock: Clock, engine: str) -> Tick:
@@ -227,13 +271,67 @@ async def look(session: aiohttp.ClientSession, base: BaseUrl, clock: Clock, engi
     return await Sampler(clock, target_reader(session, base.text, ENGINES[engine]), processes=processes).read_once()
 
 
+async def look_before(session: aiohttp.ClientSession, base: BaseUrl, clock: Clock, engine: str) -> Before:
+    """What has to be known of a server before it is restarted."""
+    return Before(await look(session, base, clock, engine), listening_sockets(base))
+
+
+def listening_sockets(base: BaseUrl, proc: Path = Path("/proc")) -> frozenset[str]:
+    """Inodes of the sockets that listen at a port of this host; empty for another host.
+
+    Engines bind with SO_REUSEPORT, so an old server that was not ended does not keep a new one from listening: the
+    kernel then deals connections out to both.
+    """
+    found: set[str] = set()
+    for name in ("tcp", "tcp6") if base.is_loopback else ():
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in (proc / "net" / name).read_text(encoding="utf-8").splitlines()[1:]]
+            # State 0A listens. A server at another address of this host is another server.
+            found |= {
+                row[9]
+                for row in rows
+                if len(row) > 9
+                and row[3] == "0A"
+                and row[1].endswith(f":{base.port:04X}")
+                and row[1].partition(":")[0] in _LOCAL_ADDRESSES
+            }
+    return frozenset(found)
+
+
+async def _refuses(base: BaseUrl) -> bool:
+    """Whether nothing listens there. A server that is only slow or stuck does not refuse."""
+    try:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(base.host, base.port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return False
+
+
+def _is_new(before: Before | None, tick: Tick, log: LogMark, engine: str) -> bool:
+    """Whether what answers is another start than the one before, where the port was not seen closed in between."""
+    if before is not None:
+        old = before.tick
+        if find_restart(old, tick):
+            return True
+        marks = ((old.server_mark, tick.server_mark), (old.process_mark, tick.process_mark))
+        if any(then is not None and then == now for then, now in marks):
+            return False
+    return log.facts(engine).starts > 0 and log.death(engine) is None
+
+
 async def wait_until_new(
     session: aiohttp.ClientSession,
     base: BaseUrl,
     clock: Clock,
     *,
     model: str | None,
-    before: Tick | None,
+    before: Before | None,
     log: LogMark,
     engine: str | None,
     limit_seconds: float,
@@ -245,7 +343,7 @@ async def wait_until_new(
         base: where.
         clock: whose time passes.
         model: the name to ask for; the server's first when None.
-        before: a sample of the server before the restart; None when none served.
+        before: the server before the restart; None when its engine was not known, as none had answered.
         log: end of the log before the restart.
         engine: whose log it is; None finds out.
         limit_seconds: how long to wait.
@@ -254,7 +352,7 @@ async def wait_until_new(
         What the new server says of itself, or why there is none.
     """
     until_ns = clock.now_ns() + round(limit_seconds * NS)
-    was_down = before is None
+    was_down = before is None or not (before.tick.up or before.tick.process_mark)
     problem, quiet_since_ns, log_size = "nothing was seen of it", clock.now_ns(), -1
     while True:
         facts: TargetFacts | None = None
@@ -262,11 +360,19 @@ async def wait_until_new(
             facts = await converse(session, base.text, probe(model, where=base.text))
         except TargetError as error:
             problem = str(error)
-            was_down = was_down or "cannot be reached" in problem
+            was_down = was_down or await _refuses(base)
         if facts is not None:
+            sockets = listening_sockets(base)
+            still = sockets & before.sockets if before is not None else frozenset()
             tick = await look(session, base, clock, facts.engine)
-            if was_down or (before is not None and find_restart(before, tick)) or log.facts(facts.engine).starts:
-                answer = await converse(session, base.text, smoke(facts.model))
+            if still and sockets - still:
+                problem = (
+                    f"two servers listen at port {base.port}, the old one and a new one: the restart command has to "
+                    "end the old one first"
+                )
+            elif was_down or _is_new(before, tick, log, facts.engine):
+                left_seconds = (until_ns - clock.now_ns()) / NS
+                answer = await converse(session, base.text, smoke(facts.model, timeout_s=max(1.0, left_seconds)))
                 if answer.generated:
                     return facts
                 problem = f"it answers but does not generate: {answer.reason}"

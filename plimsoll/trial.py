@@ -112,12 +112,14 @@ class Seen:
         reason: why not, for people.
         backup: version of the settings that was stored, of a backup.
         score: figure by which trials are ranked, of a measurement; larger is better.
+        elsewhere: what failed says nothing of the card: a restart command, a setting that the engine refuses.
     """
 
     verdict: Verdict = Verdict.OK
     reason: str = ""
     backup: int | None = None
     score: float | None = None
+    elsewhere: bool = False
 
     @property
     def ok(self) -> bool:
@@ -136,6 +138,7 @@ class TrialResult:
         reason: why not.
         served: whether the server came up with it.
         score: figure by which trials are ranked.
+        elsewhere: it failed at what says nothing of the card.
     """
 
     label: str
@@ -144,6 +147,7 @@ class TrialResult:
     reason: str = ""
     served: bool = False
     score: float | None = None
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +181,8 @@ class Policy(Protocol):
         """Whether a server that does not serve yet is where it begins."""
         ...
 
-    def next(self, results: Sequence[TrialResult]) -> Trial | Finish:
-        """The next trial, or the end, given the results so far."""
+    def next(self, results: Sequence[TrialResult], old_score: float | None = None) -> Trial | Finish:
+        """The next trial, or the end, given the results so far and the score of the old settings, if it is known."""
         ...
 
     def needs_quality(self, changes: Changes) -> bool:
@@ -198,6 +202,7 @@ class State:
         backup: version of the settings before the experiment.
         touched: a restart with changed settings has begun, so the server may run them.
         served_before: the server served before the experiment.
+        old_score: of the old settings; None where it was not measured.
         served: the server came up in this trial.
         score: of this trial.
         applying: the trial was tried before and is put into effect again, to be kept.
@@ -215,6 +220,7 @@ class State:
     backup: int | None = None
     touched: bool = False
     served_before: bool = True
+    old_score: float | None = None
     served: bool = False
     score: float | None = None
     applying: bool = False
@@ -243,12 +249,14 @@ class State:
                     "reason": item.reason,
                     "served": item.served,
                     "score": item.score,
+                    "elsewhere": item.elsewhere,
                 }
                 for item in self.results
             ],
             "backup": self.backup,
             "touched": self.touched,
             "served_before": self.served_before,
+            "old_score": self.old_score,
             "served": self.served,
             "score": self.score,
             "applying": self.applying,
@@ -283,7 +291,7 @@ def advance(state: State, seen: Seen, policy: Policy) -> State:
         if seen.verdict is Verdict.ENOUGH:
             return _end(state, Outcome.NOTHING_CHANGED, replace(seen, verdict=Verdict.OK))
         if seen.ok or (policy.begins_dead and seen.verdict is Verdict.FAILED):
-            return replace(state, step=Step.BACKUP, served_before=seen.ok)
+            return replace(state, step=Step.BACKUP, served_before=seen.ok, old_score=seen.score)
         return _end(state, Outcome.NOTHING_CHANGED, seen)
     if step is Step.BACKUP:
         if not seen.ok:
@@ -315,7 +323,7 @@ def _end(state: State, outcome: Outcome, seen: Seen) -> State:
 
 def _try_next(state: State, policy: Policy) -> State:
     """Begin what the policy wants."""
-    after = policy.next(state.results)
+    after = policy.next(state.results, state.old_score)
     if isinstance(after, Trial):
         return replace(
             state, step=Step.EDIT, label=after.label, changes=after.changes, served=False, score=None, applying=False
@@ -348,7 +356,13 @@ def _advance_trial(state: State, seen: Seen, policy: Policy) -> State:
         following = _TRYING[_TRYING.index(step) + 1]
         return replace(state, step=following, touched=state.touched or following is Step.RESTART)
     result = TrialResult(
-        state.label, state.changes, seen.verdict, "" if seen.ok else _at(step, seen), state.served, state.score
+        label=state.label,
+        changes=state.changes,
+        verdict=seen.verdict,
+        reason="" if seen.ok else _at(step, seen),
+        served=state.served,
+        score=state.score,
+        elsewhere=seen.elsewhere,
     )
     return _try_next(replace(state, results=(*state.results, result)), policy)
 
@@ -430,8 +444,9 @@ class OneChange(_Base):
 
     changes: Changes
 
-    def next(self, results: Sequence[TrialResult]) -> Trial | Finish:
+    def next(self, results: Sequence[TrialResult], old_score: float | None = None) -> Trial | Finish:
         """The change, then the end."""
+        del old_score
         if not results:
             return Trial(_label(self.changes), self.changes)
         result = results[-1]
@@ -454,7 +469,7 @@ class SweepPolicy(_Base):
     values: Sequence[Scalar]
     keep_best: bool = False
 
-    def next(self, results: Sequence[TrialResult]) -> Trial | Finish:
+    def next(self, results: Sequence[TrialResult], old_score: float | None = None) -> Trial | Finish:
         """The next value, then the end."""
         if len(results) < len(self.values):
             changes = {self.key: self.values[len(results)]}
@@ -465,6 +480,9 @@ class SweepPolicy(_Base):
         best = max(scores, key=lambda place: scores[place])
         if not self.keep_best:
             return Finish(None, f"the sweep is over; the highest throughput is at {results[best].label}")
+        if old_score is not None and old_score >= scores[best]:
+            told = f"{results[best].label} comes to {scores[best]:.4g} tokens/s, what it was before to {old_score:.4g}"
+            return Finish(None, f"no value is better than the old one: {told}")
         return Finish(best, f"the highest throughput of {len(scores)} values")
 
 
@@ -488,8 +506,9 @@ class LadderPolicy(_Base):
     batch: Sequence[int] = ()
     begins_dead: bool = True
 
-    def next(self, results: Sequence[TrialResult]) -> Trial | Finish:
+    def next(self, results: Sequence[TrialResult], old_score: float | None = None) -> Trial | Finish:
         """The next rung, then the end."""
+        del old_score
         told = list(results)
         lines: list[tuple[int, int] | None] = []
         alone: tuple[list[dict[str, Scalar]], ...] = (
@@ -518,12 +537,36 @@ class LadderPolicy(_Base):
                 return Trial(_label(changes), changes)
             place += 1
             if told[place - 1].verdict is Verdict.OK:
-                return Finish(place - 1, f"only together: {_label(changes)}; weights and KV cache both bind")
+                return Finish(place - 1, self._together(changes))
         unproved = next((r for r in told if r.served and r.verdict is Verdict.INCONCLUSIVE), None)
         if unproved is not None:
             return Finish(None, f"{unproved.label} serves, but {unproved.reason}", Verdict.INCONCLUSIVE)
-        reason = "no step helped: this card cannot carry the model; change the card or the model"
+        untried = next((r for r in told if r.elsewhere), None)
+        if untried is not None:
+            reason = f"no step helped, but {untried.label} failed at something else than the card: {untried.reason}"
+            return Finish(None, reason, Verdict.INCONCLUSIVE)
+        untold = self._not_given()
+        reason = (
+            f"no step helped, and {untold}: go further, or this card cannot carry the model"
+            if untold
+            else "no step helped: this card cannot carry the model; change the card or the model"
+        )
         return Finish(None, reason, Verdict.FAILED)
+
+    def _not_given(self) -> str:
+        """Which directions nobody asked for, in words; empty when none is missing."""
+        directions = (("quantisation", self.quantization), ("context", self.context))
+        missing = [name for name, steps in directions if not steps]
+        return f"{' and '.join(missing)} {'were' if len(missing) > 1 else 'was'} not tried" if missing else ""
+
+    def _together(self, changes: Changes) -> str:
+        """What it says that a rung below those of one direction alone helps."""
+        untold = self._not_given()
+        if "max_batch_size" not in changes:
+            return f"only together: {_label(changes)}; weights and KV cache both bind"
+        if untold:
+            return f"a smaller batch helps: {_label(changes)}; {untold}, so what else would help is not known"
+        return f"only together: {_label(changes)}; what requests take beside the weights binds, too"
 
     def _conclude(
         self, told: Sequence[TrialResult], quantized: tuple[int, int] | None, shortened: tuple[int, int] | None
@@ -533,8 +576,18 @@ class LadderPolicy(_Base):
             keep = shortened[0] if by_context else quantized[0]
             return Finish(keep, f"quantisation and context both help; {told[keep].label} is the cheaper")
         if shortened is not None:
-            return Finish(shortened[0], "only the context helps: the KV cache binds")
+            alone = self._was_tried(told, self.quantization)
+            only = "only the context helps" if alone else "the context helps, and no quantisation could be tried"
+            return Finish(shortened[0], f"{only}: the KV cache binds")
         assert quantized is not None  # noqa: S101 - one of them helped
         kept = told[quantized[0]]
-        binds = "the KV cache binds" if set(kept.changes) <= _KV_KEYS else "weights bind"
-        return Finish(quantized[0], f"only quantisation helps: {binds}")
+        if set(kept.changes) <= _KV_KEYS:
+            return Finish(quantized[0], "only quantisation helps: the KV cache binds")
+        if self._was_tried(told, [{"max_model_len": value} for value in self.context]):
+            return Finish(quantized[0], "only quantisation helps: weights bind")
+        reason = "quantisation helps; no shorter context could be tried, so weights or KV cache may bind"
+        return Finish(quantized[0], reason)
+
+    def _was_tried(self, told: Sequence[TrialResult], steps: Sequence[Changes]) -> bool:
+        """Whether a trial of these steps failed for what the card cannot, so that they are known not to help."""
+        return any(result.changes == changes and not result.elsewhere for result in told for changes in steps)

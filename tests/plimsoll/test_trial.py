@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plimsoll.experiment import Stop, drive
+from plimsoll.experiment import Stop, _exit_code, drive
 from plimsoll.journal import Journal, journal_path, refuse_unfinished
 from plimsoll.ledger import Conclusion, Record, append, ledger_path, read_ledger
 from plimsoll.trial import (
@@ -480,6 +480,29 @@ def test_a_journal_that_cannot_be_written_ends_the_trial_and_not_the_way_back(fo
     assert_whole(folder, kept=False)
 
 
+@pytest.mark.parametrize("step", [Step.BASELINE, Step.BACKUP])
+def test_without_a_journal_nothing_begins_and_that_is_no_success(folder, monkeypatch, step):
+    write = Journal.write
+
+    def full(self, state, notes):
+        if state.step is step:
+            raise RecordError("No space left on device")
+        write(self, state, notes)
+
+    monkeypatch.setattr(Journal, "write", full)
+    state = go(FakeWorld(folder))
+    assert (state.outcome, state.reason) == (Outcome.NOTHING_CHANGED, "No space left on device")
+    assert _exit_code(state, "set") == 4
+    assert_whole(folder, kept=False)
+
+
+def test_a_file_has_one_journal_by_whatever_link_it_is_named(folder):
+    link = folder / "current.yaml"
+    link.symlink_to(folder / "s.yaml")
+    with Journal.create(folder / "s.yaml", {}), pytest.raises(ConfigError, match="runs, or was killed"):
+        refuse_unfinished(link)
+
+
 # ---- the pure machine
 
 seen = st.builds(
@@ -538,16 +561,25 @@ def test_recovery_never_goes_on_with_a_trial(policy, sights, killed_after):
 # ---- policies
 
 
-def walk(policy, verdicts):
+def walk(policy, verdicts, *, elsewhere=(), old_score=None):
     """Labels that the policy tries when `verdicts` says how each label ends, and how it finishes."""
     results = []
     while True:
-        after = policy.next(results)
+        after = policy.next(results, old_score)
         if isinstance(after, Finish):
             return [result.label for result in results], after
         assert isinstance(after, Trial)
         verdict = Verdict.OK if after.label in verdicts else Verdict.FAILED
-        results.append(TrialResult(after.label, after.changes, verdict, score=verdicts.get(after.label)))
+        results.append(
+            TrialResult(
+                after.label,
+                after.changes,
+                verdict,
+                score=verdicts.get(after.label),
+                elsewhere=after.label in elsewhere,
+                reason="restart: it ended with code 7" if after.label in elsewhere else "",
+            )
+        )
 
 
 SWEEP = SweepPolicy("max_batch_size", [4, 16, 32])
@@ -570,6 +602,25 @@ def test_a_sweep_keeps_the_best_when_asked(folder):
     assert state.outcome is Outcome.KEPT
     assert_whole(folder, kept=True)
     assert [result.label for result in world.told] == ["max_batch_size=4", "max_batch_size=16", "max_batch_size=12"]
+
+
+def test_a_sweep_keeps_the_old_value_when_none_is_better():
+    scores = {"max_batch_size=4": 10.0, "max_batch_size=16": 30.0}
+    policy = SweepPolicy("max_batch_size", [4, 16], keep_best=True)
+    assert walk(policy, scores, old_score=29.0)[1].keep == 1
+    end = walk(policy, scores, old_score=31.0)[1]
+    assert (end.keep, end.verdict) == (None, Verdict.OK)
+    assert "no value is better than the old one" in end.reason
+
+
+def test_the_score_of_the_old_settings_is_what_a_sweep_has_to_beat(folder):
+    class Scored(FakeWorld):
+        def _perform(self, state):
+            return Seen(score=14.0) if state.step is Step.BASELINE else super()._perform(state)
+
+    state = go(Scored(folder), SweepPolicy("max_batch_size", [4, 12], keep_best=True))
+    assert (state.outcome, state.old_score) == (Outcome.ROLLED_BACK, 14.0)
+    assert_whole(folder, kept=False)
 
 
 def test_a_sweep_without_a_good_value_fails():
@@ -605,6 +656,38 @@ def test_the_ladder_walks_the_order_of_retreat_and_says_what_binds(good, tried, 
     assert (None if end.keep is None else labels[end.keep]) == kept
     assert said in end.reason
     assert end.verdict is (Verdict.FAILED if kept is None else Verdict.OK)
+
+
+@pytest.mark.parametrize(
+    ("policy", "good", "elsewhere", "said"),
+    [
+        (LadderPolicy(batch=[8, 4]), {"max_batch_size=4": 1}, (), "quantisation and context were not tried"),
+        (LadderPolicy(context=[16384], batch=[4]), {"max_model_len=16384, max_batch_size=4": 1}, (), "not tried"),
+        (LadderPolicy(context=[16384]), {C16: 1}, (), "no quantisation could be tried: the KV cache binds"),
+        (LadderPolicy([{"quantization": "fp8"}]), {Q8: 1}, (), "weights or KV cache may bind"),
+        (LadderPolicy([{"quantization": "fp8"}], [16384]), {C16: 1}, [Q8], "no quantisation could be tried"),
+        (LadderPolicy([{"quantization": "fp8"}], [16384]), {Q8: 1}, [C16], "weights or KV cache may bind"),
+    ],
+)
+def test_a_ladder_claims_nothing_of_what_it_did_not_try(policy, good, elsewhere, said):
+    _, end = walk(policy, good, elsewhere=elsewhere)
+    assert end.keep is not None
+    assert said in end.reason
+    assert "only" not in end.reason
+
+
+def test_a_ladder_whose_rungs_fail_at_their_restart_says_nothing_of_the_card():
+    _, end = walk(LADDER, {}, elsewhere=[Q4])
+    assert (end.keep, end.verdict) == (None, Verdict.INCONCLUSIVE)
+    assert end.reason.endswith("failed at something else than the card: restart: it ended with code 7")
+
+
+def test_a_ladder_that_did_not_go_every_way_does_not_say_that_nothing_helps():
+    _, end = walk(LadderPolicy(batch=[8, 4]), {})
+    assert end.verdict is Verdict.FAILED
+    assert end.reason.startswith(
+        "no step helped, and quantisation and context were not tried: go further, or this card"
+    )
 
 
 def test_a_rung_that_serves_but_cannot_be_proved_is_no_sign_that_the_card_cannot():
