@@ -136,10 +136,11 @@ def judge(report: Mapping[str, Any]) -> Outcome:
     if "from_card" in has and ask.card_bytes > 1 and not old:
         # Started as told, and not with the batch that a budget would advise.
         found = work_out(as_launched(ask))
+        held = pool_tokens(ask, found.terms.kv_cache)
         if _is_concurrency(said) or (said.get("max_concurrency") and said.get("kv_gib") is None):
-            card = found.kv_tokens / (said["max_concurrency"] * ask.context) - 1
+            card = held / (said["max_concurrency"] * ask.context) - 1
         elif said.get("kv_tokens"):
-            card = found.kv_tokens / said["kv_tokens"] - 1
+            card = held / said["kv_tokens"] - 1
         elif said.get("kv_gib"):
             card = found.terms.kv_cache / (said["kv_gib"] * GIB) - 1
         if card is not None:

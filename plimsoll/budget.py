@@ -440,15 +440,14 @@ def _inputs(found: Budget, arguments: argparse.Namespace) -> dict[str, Scalar]:
         inputs["gpu"] = ask.card_name
     else:
         inputs["gpu_memory_gib"] = round(ask.card_bytes / _GIB, 2)
-    for key, value in (
-        ("gpu_memory_utilization", ask.utilization),
-        ("max_num_batched_tokens", ask.token_budget),
-        ("mtp_layers", ask.mtp_layers or None),
-        ("gpu_layers", ask.gpu_layers),
-        ("cpu_moe_layers", ask.cpu_moe_layers or None),
-    ):
-        if value is not None:
-            inputs[key] = value
+    told = {
+        "gpu_memory_utilization": ask.utilization,
+        "max_num_batched_tokens": ask.token_budget,
+        "mtp_layers": ask.mtp_layers or None,
+        "gpu_layers": ask.gpu_layers,
+        "cpu_moe_layers": ask.cpu_moe_layers or None,
+    }
+    inputs |= {key: value for key, value in told.items() if value is not None}
     if arguments.weight_bits is not None:
         inputs["weight_bits"] = arguments.weight_bits
     if ask.demand is not None and ask.demand.long_share:

@@ -47,6 +47,7 @@ __all__ = [
     "kv_bits",
     "longest_context",
     "memory_share",
+    "most_requests",
     "newest_release",
     "pool_token_bytes",
     "pool_tokens",
@@ -380,7 +381,8 @@ class Budget:
         token_bytes: bytes by which a long request grows for each token, on the fullest card.
         mean_bytes: bytes that a mean request holds there.
         longest_bytes: bytes that a request of full context holds there.
-        kv_tokens: tokens that the KV cache of one copy holds when filled by requests of full context.
+        kv_tokens: tokens that the KV cache of one copy holds when filled by requests of full context, started with
+            `max_batch`.
         max_batch: requests at once over all copies; 0 where none fits.
         max_batch_range: the same with the uncertain terms at their worst and at their best.
         fits: whether the server starts, and can serve one request of full context.
@@ -567,8 +569,13 @@ def _has_states(ask: Ask) -> bool:
     return any(layer.mixer is not None and layer.mixer.state_bytes(1, None) for layer in ask.model.layers)
 
 
+def _kept_states(ask: Ask) -> float:
+    """Bytes of the states that SGLang keeps for one request that may run."""
+    return ask.model.state_bytes(ask.split) * (_STATES_KEPT if ask.prefix_cache else 1)
+
+
 def _pooled_request(ask: Ask, tokens: int) -> float:
-    return _pooled_rate(ask) * tokens + ask.model.state_bytes(ask.split)
+    return _pooled_rate(ask) * tokens + _kept_states(ask)
 
 
 def _pooled_tokens(ask: Ask, pool_bytes: int) -> int:
@@ -576,9 +583,19 @@ def _pooled_tokens(ask: Ask, pool_bytes: int) -> int:
     if _has_states(ask):
         states = pool_bytes * _STATE_RATIO / (1 + _STATE_RATIO)
         if ask.max_batch is not None:
-            kept = ask.max_batch * (_STATES_KEPT if ask.prefix_cache else 1)
-            states = min(states, kept * ask.model.state_bytes(ask.split))
+            states = min(states, ask.max_batch * _kept_states(ask))
     return max(0, int((pool_bytes - states) / _pooled_rate(ask)))
+
+
+def _pooled_most(ask: Ask, pool_bytes: int) -> int | None:
+    if not _has_states(ask):
+        return None
+    return max(0, int(pool_bytes * _STATE_RATIO / (1 + _STATE_RATIO) / _kept_states(ask)))
+
+
+def most_requests(ask: Ask, pool_bytes: int) -> int | None:
+    """Requests at once to which an engine cuts the batch by its pool of states; None where it has no such limit."""
+    return None if ask.account.most is None else ask.account.most(ask, pool_bytes)
 
 
 def _cells_request(ask: Ask, tokens: int) -> float:
@@ -926,9 +943,9 @@ def _answer(ask: Ask) -> Budget:
         pool = terms.kv_cache
         if _refusal(ask, terms, longest) is not None:
             return 0
-        if pool < longest:
-            return int(pool // usual)
-        return max(1, int((pool - max(0.0, long - usual)) // usual))
+        most = most_requests(ask, pool)
+        held = int(pool // usual) if pool < longest else max(1, int((pool - max(0.0, long - usual)) // usual))
+        return held if most is None else min(held, most)
 
     terms, batch = _fill(ask, fixed, fitting, _LIKELY)
     worst, best = (_fill(ask, fixed, fitting, guess)[1] for guess in (_WORST, _BEST))
@@ -941,7 +958,7 @@ def _answer(ask: Ask) -> Budget:
         token_bytes=round(_growth(ask)),
         mean_bytes=round(mean),
         longest_bytes=round(longest),
-        kv_tokens=pool_tokens(ask, terms.kv_cache),
+        kv_tokens=pool_tokens(replace(ask, max_batch=max(1, batch)), terms.kv_cache),
         max_batch=batch * ask.copies,
         max_batch_range=(min(worst, batch) * ask.copies, max(best, batch) * ask.copies),
         fits=batch > 0,
@@ -1132,6 +1149,7 @@ class _Account:
         sizes: (tokens of a step, requests at once) in effect.
         share: of the memory that it takes.
         weigh: (bytes of weights on the fullest card, bytes in main memory).
+        most: requests at once to which it cuts the batch by a pool of a size; None where it does not.
         deal: the numbers of the layers on each card of a copy.
         offloads: weights may stay in main memory, and the context may be stretched.
         refuses_long: does not start where one request of full context does not fit.
@@ -1145,6 +1163,7 @@ class _Account:
     sizes: Callable[[Ask], tuple[int, int]]
     weigh: Callable[[Ask], tuple[int, int]]
     share: Callable[[Ask], float]
+    most: Callable[[Ask, int], int | None] | None = None
     deal: Callable[[Ask], Sequence[Sequence[int]]] = _staged
     offloads: bool = False
     refuses_long: bool = False
@@ -1165,7 +1184,14 @@ _ACCOUNTS: Final[Mapping[str, _Account]] = MappingProxyType(
             plans_batch=True,
         ),
         "sglang": _Account(
-            "0.5.23", _sglang_terms, _pooled_request, _pooled_tokens, _sglang_sizes, _torch_weights, _sglang_fraction
+            "0.5.23",
+            _sglang_terms,
+            _pooled_request,
+            _pooled_tokens,
+            _sglang_sizes,
+            _torch_weights,
+            _sglang_fraction,
+            most=_pooled_most,
         ),
         "llamacpp": _Account(
             "b11434",

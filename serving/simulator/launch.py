@@ -34,8 +34,10 @@ from serving.budget import (
     cache_bits,
     card_terms,
     memory_share,
+    most_requests,
     newest_release,
     pool_token_bytes,
+    pool_tokens,
     step_sizes,
 )
 from serving.cards import Card, Host, find_card
@@ -452,6 +454,10 @@ def _sglang(start: _Launch) -> ServerSpec:
     fraction = memory_share(start.ask)
     size = start.block_tokens or 1
     terms = start.terms(start.max_batch or graph_batch)
+    most = most_requests(start.ask, terms.kv_cache)
+    if most is not None and (held := pool_tokens(start.ask, terms.kv_cache)):
+        # States have a pool of their own, beside that of tokens.
+        start = replace(start, kv_token_bytes=-(-terms.kv_cache // held))
     free = start.usable_bytes - terms.communication
     room = terms.kv_cache
     fits = max(0, room) // (size * start.kv_token_bytes)
@@ -462,7 +468,7 @@ def _sglang(start: _Launch) -> ServerSpec:
     blocks = fits if asked is None else asked
     tokens = blocks * size
     estimate = min(max(tokens * 512 // start.context_tokens, 2048), 4096)
-    batch = max(1, min(start.max_batch or estimate, tokens // 2))
+    batch = max(1, min(start.max_batch or estimate, tokens // 2, tokens if most is None else most))
 
     def spec(kv_blocks: int) -> ServerSpec:
         return start.spec(

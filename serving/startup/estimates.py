@@ -100,13 +100,14 @@ def _estimates(ask: Ask, facts: StartupFacts, *, card_is_known: bool) -> Iterato
                 "max_concurrency", "kv_cache_bytes", facts.max_concurrency, held / facts.max_concurrency_tokens
             )
     if card_is_known and found is not None and not ask.account.offloads:
+        estimated = pool_tokens(ask, found.terms.kv_cache)
         if pool:
             yield Estimate("kv_cache_bytes", "card", pool, max(0, found.terms.kv_cache))
         if tokens:
-            yield Estimate("kv_tokens", "card", tokens, found.kv_tokens)
+            yield Estimate("kv_tokens", "card", tokens, estimated)
         if facts.max_concurrency and facts.max_concurrency_tokens:
-            estimated = found.kv_tokens / facts.max_concurrency_tokens
-            yield Estimate("max_concurrency", "card", facts.max_concurrency, estimated)
+            concurrency = estimated / facts.max_concurrency_tokens
+            yield Estimate("max_concurrency", "card", facts.max_concurrency, concurrency)
 
 
 def _is_on_host(facts: StartupFacts) -> bool:

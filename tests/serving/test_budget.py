@@ -293,6 +293,20 @@ def test_sglang_gives_states_their_share_of_the_pool():
     assert pool_tokens(asked, 19 * GIB) == int(10 * GIB // model.kv_bytes_per_token())
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_sglang_holds_the_tokens_and_the_states_of_the_batch_at_once(prefix_cache):
+    model = sample("qwen3-next-80b-a3b")
+    for mean in (500, 3000, 20_000):
+        options = {"engine": "sglang", "split": Split(2), "prefix_cache": prefix_cache, "demand": Demand(mean)}
+        found = work_out(ask(model, gib=140, context_tokens=65_536, **options))
+        kept = (3 if prefix_cache else 1) * model.state_bytes(Split(2))
+        assert found.max_batch * mean <= found.kv_tokens
+        assert found.max_batch * kept <= found.terms.kv_cache * 0.9 / 1.9
+        assert (
+            found.kv_tokens * model.kv_bytes_per_token(split=Split(2)) + found.max_batch * kept <= found.terms.kv_cache
+        )
+
+
 # ---- what a file asks for
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.budget import DRIVER_BYTES, Ask, card_terms, work_out
+from serving.budget import DRIVER_BYTES, Ask, card_terms, most_requests, work_out
 from serving.cards import CARDS, Card, Host, find_card
 from serving.errors import ConfigError
 from serving.model import ModelShape, Split, read_model
@@ -188,6 +188,18 @@ def test_what_a_file_says_of_memory_is_heeded():
     assert spread.settings["enable_expert_parallel"] is True
     asked_for = launch("vllm", model=str(CONFIGS / "qwen3-235b-a22b-nvfp4"), card="h200", cards=4)
     assert asked_for.memory.kv_cache_bytes / asked_for.kv_capacity_tokens == 94 * 2 * 128, "fp8, as the checkpoint asks"
+
+
+def test_sglang_cuts_the_batch_to_its_pool_of_states():
+    # As tests/samples/logs/check/sglang_0.5.19_capped_by_state.log tells of a real one.
+    model = read_model(CONFIGS / "qwen3-next-80b-a3b.json")
+    asked = Ask(model, find_card("h200").memory_bytes, "sglang", "NVIDIA H200", Split(2), max_batch=4000)
+    spec = launch("sglang", model=model, card="h200", cards=2, settings=settings(max_batch_size=4000))
+    assert spec.max_batch == most_requests(asked, card_terms(asked).kv_cache) < 4000
+    assert spec.asked_max_batch == 4000
+    small = launch("sglang", model=model, card="h200", cards=2, settings=settings(max_batch_size=64))
+    assert small.max_batch == 64
+    assert small.kv_capacity_tokens > 1.5 * spec.kv_capacity_tokens, "fewer states leave more to tokens"
 
 
 def test_layers_in_main_memory_are_refused_and_not_passed_over():
