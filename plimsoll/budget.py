@@ -121,7 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
     machine = _machine() if arguments.local else None
     ask = _ask(arguments, settings or Settings(path="(command line)"), model, machine)
     check = _check_weights(arguments, source) if arguments.weights else None
-    if check is not None and check.is_whole and check.total_bytes and ask.weights_bytes is None:
+    short = None if check is None or not check.is_whole else _short(ask, check)
+    if check is not None and check.is_whole and check.total_bytes and short is None:
         ask = replace(ask, weights_bytes=_true_bytes(ask, check.total_bytes))
     kept = _kept(arguments, settings, ask) if arguments.write is not None else {}
     found = work_out(ask)
@@ -129,11 +130,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write is not None and found.holds_asked:
         written = _write(arguments, found, source, kept)
     document = _document(arguments, found, settings, machine, check, written)
+    if short is not None:
+        document["warnings"].append(short)
     if arguments.json:
         print(json.dumps(document, allow_nan=False))
     else:
         _print(found, document, Console(soft_wrap=True), may_write=arguments.write is not None)
-    return 0 if found.holds_asked and (check is None or check.is_whole) else 1
+    return 0 if found.holds_asked and short is None and (check is None or check.is_whole) else 1
 
 
 def _check_place(path: Path, *, may_replace: bool) -> None:
@@ -258,6 +261,22 @@ def _check_weights(arguments: argparse.Namespace, source: str) -> "WeightsCheck"
     if not folder.exists():
         raise ConfigError(f"--weights {folder}: there is no such folder; give the one that the weights are in")
     return check_weights(folder)
+
+
+def _short(ask: Ask, check: "WeightsCheck") -> str | None:
+    """That files which are whole by themselves are far less than the model; None where they are not."""
+    expected, there = ask.model.weight_bytes().total, check.total_bytes or 0
+    if check.format not in ("safetensors", "gguf") or there >= _LEAST_SHARE * expected:
+        return None
+    return (
+        f"{check.source}: the files hold {_gib(there)} of weights and {ask.model.name} has {_gib(expected)} by its "
+        "configuration: files are missing, or are another model's; the configuration is budgeted"
+    )
+
+
+_LEAST_SHARE: Final = 0.85
+"""Smaller files than this share of what the shape says are not the model; tensors that are stored once for two are less
+than that."""
 
 
 def _true_bytes(ask: Ask, total: int) -> int:

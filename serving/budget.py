@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Final
 
 from serving.errors import ConfigError
-from serving.model import Attention, Layer, ModelShape, Split, UniformBits, Weights
+from serving.model import Attention, Layer, ModelShape, RecurrentState, Split, UniformBits, Weights
 from serving.settings import Settings
 
 __all__ = [
@@ -607,7 +607,10 @@ def _cells_request(ask: Ask, tokens: int) -> float:
             mixer = layer.mixer
             if mixer is not None:
                 kept = tokens if mixer.window is None else min(tokens, mixer.window + ask.physical_tokens)
-                held += mixer.token_bytes(ask.kv_bits, 1) * kept + mixer.state_bytes(1, 32.0)
+                held += mixer.token_bytes(ask.kv_bits, 1) * kept
+            if isinstance(mixer, RecurrentState):
+                # What the convolution remembers has 32 bits, too. Source: `llama_memory_recurrent: R (f32), S (f32)`.
+                held += replace(mixer, conv_bits=32.0).state_bytes(1, 32.0)
         most = max(most, held)
     return most
 
@@ -882,7 +885,7 @@ def _ggml_weights(ask: Ask) -> tuple[int, int]:
         return each[number].always_read, each[number].experts
 
     loaded = [0.0] * ask.split.pipeline
-    held = body + whole.embedding
+    held: float = body + whole.embedding
     for card, numbers in enumerate(_dealt(ask)):
         for number in numbers:
             plain, experts = size(number)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -265,6 +266,34 @@ def test_files_that_are_not_whole_say_nothing_of_the_size(capsys, tmp_path):
     code, found = document(capsys, *words, "--weights")
     assert (code, found["weights_check"]["is_whole"]) == (1, False)
     assert found["per_card"]["weights"] == read_model(tmp_path).weight_bytes().total
+
+
+@pytest.mark.parametrize("size", [0, 16, 500_000_000])
+def test_files_that_are_too_few_for_the_model_are_told_and_not_budgeted(capsys, tmp_path, size):
+    stored(tmp_path, json.loads((CONFIGS / "qwen3-0.6b.json").read_text()), size)
+    code, found = document(capsys, "budget", str(tmp_path), "--gpu", "l4", "--context", "8192", "--weights")
+    assert code == 1
+    assert any("files are missing, or are another model's" in warning for warning in found["warnings"])
+    assert found["per_card"]["weights"] == read_model(tmp_path).weight_bytes().total
+
+
+def test_of_cards_that_are_not_equally_free_the_fullest_counts(capsys, monkeypatch):
+    def card(free_gib):
+        return SimpleNamespace(name="NVIDIA L4", memory_total_bytes=24 * 2**30, memory_free_bytes=free_gib * 2**30)
+
+    machine = SimpleNamespace(cards=(card(23), card(12)), notes=())
+    monkeypatch.setattr(budget, "_machine", lambda: machine)
+    _, found = document(capsys, "budget", "qwen2.5-7b", "--local", "--context", "8192")
+    assert found["card"]["free_bytes"] == 12 * 2**30
+
+
+def test_lengths_of_long_requests_are_remembered(capsys, tmp_path):
+    path = tmp_path / "serving.yaml"
+    document(capsys, *HY3, "--context", "65536", "--long-share", "0.1", "--write", str(path))
+    assert read_settings(path).derived_from["long_tokens"] == 65_536
+    document(capsys, *HY3, "--long-share", "0.1", "--long-tokens", "20000", "--write", str(path), "--force")
+    derived = read_settings(path).derived_from
+    assert (derived["long_tokens"], derived["long_share_ratio"]) == (20_000, 0.1)
 
 
 def test_weights_are_checked_and_their_true_size_is_taken(capsys, tmp_path):

@@ -330,6 +330,25 @@ def test_a_model_that_cannot_be_divided_as_the_log_says_is_no_failure_of_the_che
     assert "cannot share evenly" in page["budget"]["problem"]
 
 
+def test_of_several_copies_the_log_tells_the_tokens_of_one(settings, capsys, tmp_path):
+    log = llama_log(tmp_path)
+    _, alone = document(capsys, settings(LLAMA), "--log", log, "--gpu", "h100")
+    log.write_text(log.read_text().replace("data_parallel_size=1", "data_parallel_size=2"))
+    _, two = document(capsys, settings(LLAMA), "--log", log, "--gpu", "h100")
+    assert two["startup"]["replicas"] == 2
+    key = ("kv_tokens", "kv_cache_bytes")
+    assert errors(two)[key] == errors(alone)[key] == pytest.approx(0, abs=0.005)
+
+
+def test_what_the_file_does_not_say_is_not_written_into_it(settings, capsys):
+    log = SAMPLES / "logs" / "check" / "sglang_2026_reduced.log"
+    path = settings("engine: sglang\nmax_model_len: 16384\n")
+    code, page = document(capsys, path, "--log", log, "--write-actual")
+    assert (code, page["written"]) == (1, {"max_model_len": 32768})
+    assert any(check["key"] == "max_batch_size" and check["outcome"] == "clamped" for check in page["checks"])
+    assert read_settings(path).max_batch_size is None
+
+
 def test_weights_of_another_width_are_those_that_the_file_was_derived_from(settings, capsys, tmp_path):
     log = llama_log(tmp_path)
     path = settings(LLAMA + "gpu: h100\nderived_from:\n  weight_bits: 8\n")

@@ -287,6 +287,39 @@ def test_a_state_is_the_same_for_short_and_long_requests():
     assert any("no cost of a token" in note for note in work_out(asked).notes)
 
 
+def test_llama_cpp_keeps_states_in_32_bits_and_windows_with_a_physical_batch():
+    # tests/samples/logs/check/llamacpp_2026_hybrid_rocm.log: four sequences, 301.50 MiB of states, and 768 MiB for
+    # 32,768 tokens in 12 layers.
+    states = ask(sample("qwen3-next-80b-a3b"), engine="llamacpp")
+    assert 4 * request_bytes(states, 32_768) == 301.5 * 2**20 + 4 * 768 * 2**20
+    windows = ask(sample("gemma-3-27b"), engine="llamacpp")
+    assert request_bytes(windows, 32_768) == 8192 * (10 * 32_768 + 52 * (1024 + 512))
+    wide = replace(windows, physical_tokens=2048)
+    assert request_bytes(wide, 32_768) == 8192 * (10 * 32_768 + 52 * (1024 + 2048))
+
+
+def test_llama_cpp_leaves_a_gibibyte_of_a_card_unless_told_otherwise():
+    fitted = work_out(ask(engine="llamacpp", context_tokens=8192))
+    told = work_out(ask(engine="llamacpp", context_tokens=8192, utilization=1.0))
+    assert told.terms.kv_cache - fitted.terms.kv_cache == GIB
+
+
+def test_vllm_gives_a_state_a_block_and_makes_blocks_as_large_as_states():
+    # vLLM 0.11 prints for Qwen3-Next on one card that it sets the attention block size to 544 tokens.
+    assert request_bytes(ask(sample("qwen3-next-80b-a3b")), 1) == 48 * 544 * 2048
+
+
+def test_sglang_gives_a_window_eight_tokens_for_ten():
+    pool = 10 * GIB
+    assert pool_tokens(ask(sample("gemma-3-27b"), engine="sglang"), pool) == int(pool / (8192 * (10 + 0.8 * 52)))
+
+
+def test_experts_that_copies_share_take_in_the_tokens_of_all_copies():
+    one = work_out(hy3(split=Split(1, 1, 1), copies=4, max_batch=8, context_tokens=4096, demand=Demand(1000)))
+    all_four = work_out(hy3(split=Split(1, 1, 4), copies=4, max_batch=8, context_tokens=4096, demand=Demand(1000)))
+    assert all_four.terms.workspace == pytest.approx(4 * one.terms.workspace, rel=0.01)
+
+
 def test_sglang_gives_states_their_share_of_the_pool():
     model = sample("qwen3-next-80b-a3b")
     asked = ask(model, engine="sglang")
