@@ -288,15 +288,18 @@ def parse_line(number: int, text: str) -> LogLine:
     plain = strip_ansi(text)
     stamp: Stamp | None = None
     level = ""
+    source = ""
+    ranks: dict[str, int] = {}
     if plain.startswith("{"):
         opened = _open_json(plain)
         if opened is not None:
-            plain, level, written = opened
-            plain = strip_ansi(plain)
-            stamp = _iso_stamp(written)
-    line = LogLine(number=number, message=plain, text=plain, level=level, stamp=stamp)
-    ranks: dict[str, int] = {}
+            plain, level, source = strip_ansi(opened.message), opened.level, opened.source
+            stamp = _iso_stamp(opened.time)
+            if opened.rank is not None:
+                ranks["rank"] = opened.rank
     rest = plain.lstrip()
+    text = f"{source}: {plain}" if source else plain
+    line = LogLine(number=number, message=plain, text=text, level=level, stamp=stamp, source=source)
     for _ in range(_MOST_PREFIXES):
         for pattern in _PREFIXES:
             found = pattern.match(rest)
@@ -381,18 +384,64 @@ def _iso_stamp(text: str) -> Stamp | None:
     return _stamp({name: told for name, told in found.groupdict().items() if told}) if found else None
 
 
-def _open_json(line: str) -> tuple[str, str, str] | None:
-    """(message, level, time) of a line that is a JSON object with a message in it."""
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What a line of JSON holds: the message, and what stood beside it."""
+
+    message: str
+    level: str = ""
+    time: str = ""
+    source: str = ""
+    rank: int | None = None
+
+
+_NESTED = ("fields", "jsonpayload", "body")
+"""Where structured loggers put the message a level deeper: Rust's tracing (TGI), cloud collectors, OpenTelemetry."""
+_MOST_OPENED = 3
+"""A collector's line may hold a container's, and that one the program's own."""
+
+
+def _open_json(line: str) -> _Opened | None:
+    """A line that is a JSON object with a message in it, or one in which that is again such a line."""
+    opened: _Opened | None = None
+    for _ in range(_MOST_OPENED):
+        inner = _open_once(line)
+        if inner is None:
+            return opened
+        if opened is not None:
+            # The innermost counts, and what it does not tell is told by those around it.
+            kept = {name: told for name in ("level", "time", "source", "rank") if (told := getattr(inner, name))}
+            inner = replace(opened, message=inner.message, **kept)
+        opened = inner
+        line = opened.message.lstrip()
+        if not line.startswith("{"):
+            return opened
+    return opened
+
+
+def _open_once(line: str) -> _Opened | None:
     try:
         page = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(page, dict):
         return None
-    fields = {str(key).lower(): value for key, value in page.items() if isinstance(value, str)}
-    message = next((fields[key] for key in ("log", "message", "msg", "event") if key in fields), None)
+    fields = {str(key).lower(): value for key, value in page.items()}
+    for name in _NESTED:
+        inner = fields.get(name)
+        if isinstance(inner, dict):
+            fields = {**{str(key).lower(): value for key, value in inner.items()}, **fields}
+    texts = {key: value for key, value in fields.items() if isinstance(value, str)}
+    names = ("log", "message", "msg", "event", "textpayload", "body")
+    message = next((texts[key] for key in names if key in texts), None)
     if message is None:
         return None
-    level = _LEVELS.get(fields.get("level", fields.get("levelname", "")).upper(), "")
-    time = next((fields[key] for key in ("time", "timestamp", "ts", "asctime") if key in fields), "")
-    return message.rstrip("\r\n"), level, time
+    span = fields.get("span")
+    rank = span.get("rank") if isinstance(span, dict) else None
+    return _Opened(
+        message.rstrip("\r\n"),
+        _LEVELS.get(texts.get("level", texts.get("levelname", texts.get("severity", ""))).upper(), ""),
+        next((texts[key] for key in ("time", "timestamp", "ts", "asctime") if key in texts), ""),
+        texts.get("target", ""),
+        rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 10**9 else None,
+    )

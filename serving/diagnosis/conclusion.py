@@ -47,11 +47,12 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(-?[\d.]+) ?([KMGT]?)i?B?$", re.IGNORECASE)
 _SERVERS = re.compile(r"(?i)python|vllm|sglang|llama|text-gen|enginecore|ray::|pt_main|worker")
 _ENGINE_WORDS = re.compile(
-    r"(?i)(?P<vllm>\bvllm|\bEngineCore)|(?P<sglang>\bsglang)|(?P<llamacpp>\bllama_|\bggml|llama\.cpp|\bsrv +load_model)"
-    r"|(?P<tgi>text_generation)"
+    r"(?i)(?P<vllm>\bvllm|\bEngineCore)|(?P<sglang>\bsglang)|(?P<tgi>text_generation)"
+    r"|(?P<llamacpp>\bllama_|\bllama (?:runner|server)|\bllama-server|\bggml|llama\.cpp|\bsrv +load_model)"
 )
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 _SIGNAL_WORDS = {
+    "Killed": "SIGKILL",
     "Segmentation fault": "SIGSEGV",
     "Aborted": "SIGABRT",
     "Illegal instruction": "SIGILL",
@@ -321,7 +322,7 @@ def _judge_loss(sign: Sign, figures: dict[str, Figure]) -> dict[str, Figure] | N
             return None
         figures["exit_code"] = code
     if isinstance(words, str):
-        name = _SIGNAL_WORDS[words]
+        name = _SIGNAL_WORDS[words.capitalize()]
     if sign.kind == "sigkill":
         name = "SIGKILL"
     if isinstance(number, int):

@@ -54,8 +54,11 @@ _ANSWER_WORDS = (b"total time = ", b"Success")
 """llama.cpp and TGI say it so when a request is done."""
 _ERROR_LINE = re.compile(
     r"(?:^|[\s.:])(?P<error>[A-Z]\w*(?:Error|Exception)): ?(?P<message>.*)|\bpanicked at\b|^panic: "
+    r"|^(?:\w+\.)*(?:AssertionError|TimeoutError|NotImplementedError|RuntimeError)$"
 )
-_ERROR_NEEDLES = (b"Error:", b"Exception:", b"panic")
+_ERROR_NEEDLES = (
+    *(b"Error:", b"Exception:", b"panic", b"AssertionError", b"TimeoutError", b"NotImplementedError", b"RuntimeError"),
+)
 _TEXTS_OF_CUSTOMERS = (b"Received request ", b"Receive: obj=", b"Finish: obj=")
 """How vLLM and SGLang begin a line that repeats a request with its prompt: no failure is told in one, and every text is
 another."""
@@ -65,7 +68,8 @@ _ANCHORS = tuple(
         # failures
         "rror", "ailed", "ailure", "rashed", "xce", "emory", "xit", "ignal", "SIG", "imeout", "timed out", "illed",
         " died", "is dead", "fault", "Xid", "NVRM", "ASSERT", "ssertion", "core dumped", "denied", "magic", "couldn't",
-        "erminated", "etract", '" 4', "supported", "gated",
+        "erminate", "etract", '" 4', "supported", "gated", "atal",
+        "bad_alloc", "(required", "space left", "open files", "Not Found", "OOM",
         # lives and phases
         "erver", "tart", "non-default", "nitializing", "oad", "onnected", "hut", "nterrupt", "leaning up", "raceback",
         ", in ", "KV ", "n_ctx", "n_seq", "buffer", "MiB free", "apturing", "apture ", "Warming", "Args {", "blocks:",

@@ -301,6 +301,22 @@ _FILES: tuple[Sign, ...] = (
     ),
     _root(
         Failure.WEIGHTS_UNREADABLE,
+        "Invalid repository ID|Unrecognized model in",
+        r"Invalid repository ID or local directory specified: '(?P<path>[^']+)'|Unrecognized model in (?P<path2>\S+?)\. Should have a `model_type`",
+        kind="missing",
+        cause="{path} holds no model that can be recognised: no config.json, or one that names no model type",
+        next_step="check that {path}, as the server sees it (inside the container: the mount), is the model's own folder with its config.json",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
+        "Too Many Requests|HfHubHTTPError",
+        r"(?:Client|Server) Error: (?P<what>Too Many Requests|Service Unavailable|Bad Gateway|Gateway Time-?out|Internal Server Error) for url: \S*huggingface",
+        kind="offline",
+        cause="the hub refused to give the model's files ({what})",
+        next_step="download the model to this machine once and give its folder as the model's path",
+    ),
+    _root(
+        Failure.WEIGHTS_UNREADABLE,
         "outgoing traffic|couldn't connect to|LocalEntryNotFound",
         r"outgoing traffic has been disabled|[Cc]ouldn't connect to 'https://huggingface\.co|LocalEntryNotFoundError",
         kind="offline",
@@ -354,7 +370,7 @@ _FILES: tuple[Sign, ...] = (
     _root(
         Failure.WEIGHTS_UNREADABLE,
         "no module or parameter named|size mismatch for|not initialized from|load weight|does not exist",
-        r"\bweight (?P<tensor3>[\w.]+) does not exist|There is no module or parameter named '(?P<tensor>[^']+)'|size mismatch for (?P<tensor2>[\w.]+)|[Ff]ollowing weights were not initialized from checkpoint|Attempted to load weight",
+        r"\bweight (?P<tensor3>[\w.]+) does not exist|There is no module or parameter named '(?P<tensor>[^']+)'|size mismatch for (?P<tensor2>[\w.]+)|[Ff]ollowing weights were not initialized from checkpoint|(?:Attempted|Tried) to load weight",
         kind="mismatch",
     ),
     _root(
@@ -417,6 +433,22 @@ _FILES: tuple[Sign, ...] = (
         kind="card",
         cause="this card's compute capability is below {wanted_capability}, the least that the engine supports",
         next_step="take a newer card, or an engine that supports this one (llama.cpp)",
+    ),
+    _root(
+        Failure.MODEL_UNSUPPORTED,
+        "only supports Ampere",
+        r"FlashAttention only supports (?P<wanted_card>\w+) GPUs or newer",
+        kind="card",
+        cause="the chosen attention kernels need a card of the generation {wanted_card} or newer",
+        next_step="choose another attention backend (vLLM: VLLM_ATTENTION_BACKEND or --attention-backend; SGLang: --attention-backend)",
+    ),
+    _root(
+        Failure.MODEL_UNSUPPORTED,
+        "head_dim|head size",
+        r"(?i)unsupported head[_ ](?:dim|size):? (?P<head_size>\d+)|head size (?P<head_size2>\d+) is not supported",
+        kind="card",
+        cause="the chosen attention kernels were not made for heads of {head_size}",
+        next_step="choose another attention backend (vLLM: VLLM_ATTENTION_BACKEND or --attention-backend; SGLang: --attention-backend)",
     ),
 )
 
@@ -502,6 +534,11 @@ _MEMORY: tuple[Sign, ...] = (
     ),
     _sign(
         Role.MEMORY,
+        "exceed allowed memory|Device memory allocation|OutOfDeviceMemory|Insufficient Memory|OUT_OF_DEVICE_MEMORY",
+        r"would exceed allowed memory|Device memory allocation of size \d+ failed|ErrorOutOfDeviceMemory|Insufficient Memory \(|_ERROR_OUT_OF_DEVICE_MEMORY",
+    ),
+    _sign(
+        Role.MEMORY,
         "insufficient memory|allocate memory|bad_alloc|MemoryError|Cannot allocate|to allocate buffer of size",
         r"ggml_aligned_malloc: insufficient memory|DefaultCPUAllocator: (?:can't|not enough)|std::bad_alloc|\bMemoryError\b|Cannot allocate memory|cpu_buffer_type_alloc_buffer: failed to allocate buffer of size",
         kind="host",
@@ -520,6 +557,81 @@ _DRIVER: tuple[Sign, ...] = (
         "no NVIDIA driver|infer device type|No CUDA GPUs|CUDA-capable device|to initialize CUDA",
         r"Found no NVIDIA driver|Failed to infer device type|No CUDA GPUs are available|no CUDA-capable device is detected|failed to initialize CUDA",
         kind="none",
+    ),
+    _root(
+        Failure.DRIVER,
+        "select device driver",
+        r"could not select device driver .*\[\[gpu\]\]",
+        kind="none",
+    ),
+    _root(
+        Failure.DRIVER,
+        "not compiled with CUDA",
+        r"Torch not compiled with CUDA enabled",
+        kind="build",
+        cause="the installed PyTorch was built without CUDA",
+        next_step="reinstall the engine with its own dependencies in a clean environment (or use its container image)",
+    ),
+    _root(
+        Failure.DRIVER,
+        "requirement error",
+        r"nvidia-container-cli: requirement error: unsatisfied condition: (?P<what>[^,]+),",
+        kind="old",
+        cause="the NVIDIA driver of this machine is older than the container asks for ({what})",
+    ),
+    _root(
+        Failure.DRIVER,
+        "library version mismatch",
+        r"Driver/library version mismatch",
+        kind="mismatch",
+        cause="the NVIDIA driver's kernel module and its libraries are of different versions, as after an update without a restart",
+        next_step="restart the machine (or unload and load the driver's kernel modules)",
+    ),
+    _root(
+        Failure.DRIVER,
+        "system not yet initialized",
+        r"system not yet initialized",
+        kind="fabric",
+        cause="the cards' NVSwitch fabric is not up",
+        next_step="start the fabric manager of the driver's own version on the host (`systemctl status nvidia-fabricmanager`)",
+    ),
+    _root(
+        Failure.DRIVER,
+        "CUDA error: ",
+        r"CUDA error: (?P<what>operation not supported|unknown error|all CUDA-capable devices are busy or unavailable|initialization error|invalid resource handle|driver shutting down)",
+        kind="cuda",
+        cause="the driver refused what the engine asked of the card ({what})",
+        next_step="run `nvidia-smi` and a small CUDA program where the server runs: a virtual or shared card, its compute mode or its driver does not allow it",
+    ),
+    _root(
+        Failure.DRIVER,
+        "ErrorDeviceLost|DeviceLostError",
+        r"ErrorDeviceLost|DeviceLostError",
+        kind="lost",
+        cause="the card stopped answering in the middle of its work (device lost)",
+        next_step="look in the kernel's log at that time (`dmesg`) for a reset of the card; update its driver, and lower --ubatch-size if one step takes seconds",
+    ),
+    _root(
+        Failure.DRIVER,
+        "ptxas fatal|PTX codegen",
+        r"(?:ptxas|nvcc) fatal *: Value '(?P<card>sm_\w+)' is not defined|Internal Triton PTX codegen error",
+        kind="kernel",
+        cause="the compiler that came with the engine does not know this card's generation",
+        next_step="update the engine with its PyTorch and Triton, or point TRITON_PTXAS_PATH at the ptxas of a CUDA that knows the card",
+    ),
+    _root(
+        Failure.DRIVER,
+        "nvcc fatal|build failed|build stopped|not find nvcc",
+        r"nvcc fatal *: (?!Value ')(?P<what>.+)|[Nn]inja build failed|ninja: build stopped|(?P<what2>Could not find nvcc)",
+        kind="compiler",
+        cause="kernels are compiled at the start, and the CUDA compiler of this machine failed",
+        next_step="install the CUDA toolkit (nvcc) of the version that PyTorch was built with and set CUDA_HOME, or take the engine's container image, which has it",
+    ),
+    _root(
+        Failure.DRIVER,
+        "No module named|cannot import name",
+        r"(?m)^(?:[\w.]+: )?(?:ModuleNotFoundError: No module named '(?P<library>[^']+)'|ImportError: cannot import name '(?P<symbol>[^']+)' from)",
+        kind="library",
     ),
     _root(
         Failure.DRIVER,
@@ -565,17 +677,45 @@ _DRIVER: tuple[Sign, ...] = (
 _HOST: tuple[Sign, ...] = (
     _root(
         Failure.SETTINGS,
+        "weight quantization block",
+        r"= (?P<part>\d+) is not divisible by weight quantization block_\w = (?P<block>\d+)",
+        kind="split",
+        cause="a weight of {part} rows or columns a card is no multiple of its quantisation's block of {block}",
+        next_step="split tensors over fewer cards, or spread whole experts instead (expert parallelism)",
+    ),
+    _root(
+        Failure.SETTINGS,
+        "invalid device ordinal",
+        r"invalid device ordinal",
+        cause="a process asks for a card that is not there",
+        next_step="set the tensor parallel size to the number of cards that `nvidia-smi -L` lists inside the container, and look at CUDA_VISIBLE_DEVICES",
+    ),
+    _root(
+        Failure.SETTINGS,
+        "no GPU available|allocate any GPUs",
+        r"Current node has no GPU available|does not allocate any GPUs on the driver node",
+        cause="Ray has no card for the node on which the server is started",
+        next_step="run `ray status` there: start that node's Ray with its cards (--num-gpus), and end what still holds them",
+    ),
+    _root(
+        Failure.SETTINGS,
+        "forked subprocess",
+        r"Cannot re-initialize CUDA in forked subprocess",
+        cause="worker processes are forked from one that used the card already",
+        next_step="start workers anew: VLLM_WORKER_MULTIPROCESSING_METHOD=spawn",
+    ),
+    _root(
+        Failure.SETTINGS,
         "must be divisible|not divisible",
-        r"\((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<tensor_parallel_size>\d+)\)|(?:Error|Exception): (?!.*divisible by tensor parallel size \()(?P<what>.*(?:is not|must be) divisible by.*)",
+        r"\((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<tensor_parallel_size>\d+)\)|got `num_heads`: (?P<heads2>\d+) and `num_shards`: (?P<tensor_parallel_size2>\d+)|(?:Error|Exception): (?!.*divisible by (?:tensor parallel size \(|`num_shards`))(?P<what>.*(?:is not|must be) divisible by.*)",
         kind="split",
     ),
     _root(
         Failure.SETTINGS,
         "greater than the derived",
-        r"User-specified max_model_len \((?P<asked_tokens>\d+)\) is greater than the derived max_model_len .*?(?P<context_tokens>\d+)",
-        engine="vllm",
-        cause="max_model_len is {asked_tokens}, and the model was made for {context_tokens}",
-        next_step="set max_model_len to {context_tokens} at most",
+        r"(?<!Warning: )User-specified (?:max_model_len|context_length) \((?P<asked_tokens>\d+)\) is greater than the derived (?:max_model_len|context_length) .*?(?P<context_tokens>\d+)",
+        cause="a context of {asked_tokens} tokens is asked for, and the model was made for {context_tokens}",
+        next_step="set the context length to {context_tokens} at most (vLLM: max_model_len, SGLang: --context-length)",
     ),
     _root(
         Failure.SETTINGS,
@@ -633,7 +773,24 @@ _HOST: tuple[Sign, ...] = (
         next_step="give the node more main memory, or load fewer copies of the weights at once",
     ),
     _root(
-        Failure.KILLED, "OOMKilled", r"\"?OOMKilled\"?(?:[:=] ?true|\b(?![\"']?:))|Reason: +OOMKilled", kind="container"
+        Failure.KILLED,
+        "OOMKilled",
+        r"\"?OOMKilled\"?(?:\s?[:=]\s?true|\b(?![\"']?\s?[:=]))|Reason: +OOMKilled",
+        kind="container",
+    ),
+    _root(
+        Failure.KILLED,
+        "as a result of limit",
+        r"^(?:\[[ \d.]+\] )?Task in \S+ killed as a result of limit of",
+        kind="container",
+    ),
+    _root(
+        Failure.KILLED,
+        "OOM killer|oom-kill",
+        r"killed by the OOM killer|Failed with result 'oom-kill'",
+        kind="unit",
+        cause="the kernel killed the server because the memory of its unit, or of the machine, was used up",
+        next_step="raise the unit's MemoryMax= and the machine's memory above what loading the weights needs",
     ),
 )
 
@@ -684,6 +841,12 @@ _LOSSES: tuple[Sign, ...] = (
         "unexpectedly|process (pid",
         r"(?:Worker proc|[Aa]ctor|[Ww]orker) (?P<process>\S+)? ?died unexpectedly|Engine process \(pid \d+\) died|[Uu]nexpected(?:ly)? (?:exit|died)",
     ),
+    _sign(Role.LOSS, "Main process exited", r"Main process exited, code=(?:killed|dumped), status=(?P<signal>\d+)/"),
+    _sign(
+        Role.LOSS,
+        "terminated: signal",
+        r"terminated: signal: (?P<signal_words>killed|aborted|segmentation fault|bus error|illegal instruction)",
+    ),
     _sign(Role.LOSS, "Killed", r"(?:^|\d )Killed(?:\s|$)", kind="sigkill"),
     _sign(Role.LOSS, "SIGKILL|SIGSEGV|SIGABRT|SIGBUS|SIGILL", r"\b(?P<signal_name>SIG(?:KILL|SEGV|ABRT|BUS|ILL))\b"),
     _sign(
@@ -692,6 +855,15 @@ _LOSSES: tuple[Sign, ...] = (
         r"(?P<signal_words>Segmentation fault|Aborted|Illegal instruction|Bus error)(?: \(core dumped\)|\b)",
     ),
     _sign(Role.LOSS, "GGML_ASSERT", r"GGML_ASSERT\((?P<what>.*)\) failed", kind="assertion"),
+    _sign(
+        Role.LOSS,
+        "exec format error",
+        r"exec format error",
+        failure=Failure.CRASHED,
+        kind="assertion",
+        cause="the image or program was made for another kind of processor",
+        next_step="take the image that was made for this machine (`uname -m`)",
+    ),
     _sign(Role.LOSS, "Assertion ", r"Assertion [`'](?P<what>.*)' failed", kind="assertion"),
 )
 
@@ -810,7 +982,8 @@ FIGURES: tuple[re.Pattern[str], ...] = tuple(
     for pattern in (
         # PyTorch, old and new
         rf"Tried to allocate (?P<asked_bytes>{_SIZE})",
-        rf"total capacity of (?P<total_bytes>{_SIZE})|(?P<total_bytes2>{_SIZE}) total capacity",
+        # capacty: as PyTorch 2.1 spelt it
+        rf"total capaci?ty of (?P<total_bytes>{_SIZE})|(?P<total_bytes2>{_SIZE}) total capacity",
         rf"of which (?P<free_bytes>{_SIZE}) is free|(?P<free_bytes2>{_SIZE}) free;",
         rf"this process has (?P<own_bytes>{_SIZE}) memory in use",
         rf"(?P<allocated_bytes>{_SIZE}) is allocated by PyTorch|(?P<allocated_bytes2>{_SIZE}) already allocated",
@@ -827,7 +1000,7 @@ FIGURES: tuple[re.Pattern[str], ...] = tuple(
         r"mem_fraction_static=(?P<utilization_ratio>[\d.]+)",
         r"Try to allocate (?P<asked_tokens>\d+) tokens",
         # llama.cpp
-        r"allocating (?P<asked_bytes>[\d.]+ MiB) on device|attempted to allocate +(?P<asked_bytes2>[\d.]+ MB)|buffer of size (?P<asked_bytes3>\d+)",
+        r"allocating (?P<asked_bytes>[\d.]+ MiB) on device|attempted to allocate +(?P<asked_bytes2>[\d.]+ MB)|(?:buffer|allocation) of size (?P<asked_bytes3>\d+)|Requested *: (?P<asked_bytes4>[\d.]+ \w+)",
         # requests
         r"maximum context length is (?P<context_tokens>\d+) tokens|available context size \((?P<context_tokens2>\d+)",
         r"requested (?P<asked_tokens>\d+) tokens|request \((?P<asked_tokens2>\d+) tokens\)|(?P<asked_tokens3>\d+) (?:input |prompt )?tokens? \(",

@@ -500,6 +500,62 @@ def test_the_fragments_that_are_searched_for_find_every_line_that_the_table_know
     assert not missed
 
 
+BARE = {
+    "terminate called after throwing an instance of 'std::bad_alloc'": Failure.WEIGHTS_OUT_OF_MEMORY,
+    "  what():  std::bad_alloc": Failure.WEIGHTS_OUT_OF_MEMORY,
+    "python: /lib/libc.so.6: version `GLIBC_2.34' not found (required by python)": Failure.DRIVER,
+    "Repository Not Found for url: https://huggingface.co/org/name/resolve/main/config.json": Failure.WEIGHTS_UNREADABLE,
+    "fallocate: No space left on device": Failure.DISK_FULL,
+    "accept: Too many open files": Failure.LIMITS,
+    "ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'": Failure.DRIVER,
+    "nvcc fatal   : Unknown option '-x'": Failure.DRIVER,
+    "ggml_vulkan: Device memory allocation of size 1024 failed.": Failure.WEIGHTS_OUT_OF_MEMORY,
+    "python exited with code 137": Failure.KILLED,
+    "vllm.service: Main process exited, code=killed, status=9/KILL": Failure.KILLED,
+    "vllm.service: Main process exited, code=dumped, status=11/SEGV": Failure.CRASHED,
+    "vllm.service: A process of this unit has been killed by the OOM killer.": Failure.KILLED,
+    "kernel: Task in /kubepods/a killed as a result of limit of /kubepods/a": None,
+    "Task in /kubepods/a killed as a result of limit of /kubepods/a": Failure.KILLED,
+    "      Reason:       OOMKilled": Failure.KILLED,
+    '        "OOMKilled": true,': Failure.KILLED,
+    '        "OOMKilled": false,': None,
+    "OOMKilled=false": None,
+    "OOMKilled = false": None,
+    "exec /usr/bin/vllm: exec format error": Failure.CRASHED,
+    "ModuleNotFoundError: No module named 'flash_attn'": Failure.DRIVER,
+    'docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].': Failure.DRIVER,
+    "nvidia-container-cli: requirement error: unsatisfied condition: cuda>=12.8, please update": Failure.DRIVER,
+    "RuntimeError: CUDA error: operation not supported": Failure.DRIVER,
+    "RuntimeError: CUDA error: out of memory": Failure.WEIGHTS_OUT_OF_MEMORY,
+    "Error 802: system not yet initialized": Failure.DRIVER,
+    "RuntimeError: FlashAttention only supports Ampere GPUs or newer.": Failure.MODEL_UNSUPPORTED,
+    "error: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)": Failure.WEIGHTS_OUT_OF_MEMORY,
+}
+
+
+@pytest.mark.parametrize("line", BARE)
+def test_a_line_tells_its_class_without_any_other_word_around_it(line):
+    assert failure_of(line + "\n") is BARE[line]
+
+
+def test_words_of_customers_name_no_engine():
+    assert read("RuntimeError: CUDA out of memory for customer abcggmlxyz\n").engine is None
+
+
+def test_a_warning_of_a_longer_context_is_not_what_a_start_failed_of():
+    begin = "[2026-01-01 00:00:00] server_args=ServerArgs(x=1)\n"
+    warning = "Warning: User-specified context_length (262144) is greater than the derived context_length (131072).\n"
+    assert failure_of(begin + warning + OUT_OF_MEMORY) is Failure.WEIGHTS_OUT_OF_MEMORY
+    assert failure_of(begin + warning.replace("Warning", "ValueError")) is Failure.SETTINGS
+
+
+@pytest.mark.parametrize("name", ["AssertionError", "TimeoutError", "NotImplementedError"])
+def test_an_error_without_a_word_is_shown_too(name):
+    found = read(f"vLLM API server version 0.9\nERROR 01-01 00:00:00 [core.py:702] {name}\n{DEAD}")
+    assert found.diagnosis is None
+    assert name in found.last_error.text
+
+
 # ---- size
 
 

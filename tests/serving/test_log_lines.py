@@ -1,6 +1,7 @@
 """Logs are read in blocks of whole lines, and each line is stripped of what was put in front of it."""
 
 import io
+import json
 import os
 
 import pytest
@@ -160,3 +161,40 @@ def test_a_line_without_prefix_is_its_message(text):
 @given(st.text(max_size=200))
 def test_any_text_can_be_taken_apart(text):
     assert strip_ansi(text).endswith(parse_line(1, text).message) or text.startswith("{")
+
+
+def test_a_message_a_level_deeper_is_opened_with_its_level_time_source_and_rank():
+    told = {
+        "timestamp": "2025-08-29T14:40:17.288163Z",
+        "level": "ERROR",
+        "fields": {"message": "Shard 1 failed to start"},
+        "target": "text_generation_launcher",
+        "span": {"rank": 1, "name": "shard-manager"},
+    }
+    line = parse_line(1, json.dumps(told))
+    assert (line.message, line.level, line.rank) == ("Shard 1 failed to start", "ERROR", "rank1")
+    assert line.text == "text_generation_launcher: Shard 1 failed to start"
+    assert line.stamp is not None
+    assert line.stamp.kind == StampKind.ZONED
+
+
+def test_lines_of_json_in_lines_of_json_are_opened_to_the_innermost():
+    inner = json.dumps({"level": "ERROR", "fields": {"message": "\x1b[31mout of memory\x1b[0m"}, "target": "router"})
+    line = parse_line(1, json.dumps({"log": inner + "\n", "stream": "stderr", "time": "2025-08-29T14:40:17Z"}))
+    assert (line.message, line.level, line.source) == ("out of memory", "ERROR", "router")
+    assert line.stamp is not None
+    assert parse_line(1, json.dumps({"jsonPayload": {"message": "a"}, "severity": "WARNING"})).message == "a"
+    assert parse_line(1, json.dumps({"textPayload": "b"})).message == "b"
+    assert parse_line(1, json.dumps({"body": "c"})).message == "c"
+
+
+@pytest.mark.parametrize(
+    "told", [[], {"fields": []}, {"fields": {"message": 1}}, {"span": {"rank": True}}, {"level": 7}]
+)
+def test_json_without_a_message_stays_as_it_is(told):
+    assert parse_line(1, json.dumps(told)).message == json.dumps(told)
+
+
+@pytest.mark.parametrize("rank", [-1, True, "1", 10**30, None])
+def test_a_rank_that_is_none_is_no_rank(rank):
+    assert parse_line(1, json.dumps({"message": "a", "span": {"rank": rank}})).ranks == {}
