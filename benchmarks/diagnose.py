@@ -64,13 +64,39 @@ def errors(rnd: random.Random, number: int) -> str:
     )
 
 
+def refusals(rnd: random.Random, number: int) -> str:
+    """One request in twenty is refused, with the traceback that vLLM writes for it."""
+    if number % 20:
+        return f'INFO:     127.0.0.1:{rnd.randint(30000, 60000)} - "POST /v1/chat/completions HTTP/1.1" 200 OK'
+    prefix = f"ERROR 11-29 15:00:{number % 60:02} [serving_chat.py:{number % 900}]"
+    folder = "/usr/local/lib/python3.12/dist-packages/vllm/entrypoints/openai"
+    return "\n".join(
+        f"{prefix} {text}"
+        for text in (
+            "Traceback (most recent call last):",
+            f'  File "{folder}/serving_chat.py", line 210, in create_chat_completion',
+            "    ) = await self._preprocess_chat(",
+            f'  File "{folder}/serving_engine.py", line 501, in _preprocess_chat',
+            f"ValueError: This model's maximum context length is 8192 tokens. However, you requested {number} tokens",
+        )
+    )
+
+
 def unlike_errors(rnd: random.Random, number: int) -> str:
     """Errors that are all spelt differently."""
     word = "".join(rnd.choice("ghijklmnopqrstuvwxyz") for _ in range(12))
     return f"ERROR 11-29 15:00:00 [serving.py:{number % 900}] RuntimeError: CUDA out of memory in {word} for customer {word[::-1]}"
 
 
-CASES: tuple[Callable[[random.Random, int], str], ...] = (steady, llamacpp, requests, prompts, errors, unlike_errors)
+CASES: tuple[Callable[[random.Random, int], str], ...] = (
+    steady,
+    llamacpp,
+    requests,
+    prompts,
+    errors,
+    refusals,
+    unlike_errors,
+)
 
 
 def write(path: Path, case: Callable[[random.Random, int], str], megabytes: int) -> None:

@@ -44,29 +44,47 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class _Knobs:
-    """What an engine calls the settings that advice is about."""
+    """What an engine calls the settings that advice is about, and which of them it has.
+
+    Attributes:
+        context: the longest request, or the whole cache.
+        batch: requests at once.
+        utilization: what limits the memory of a card.
+        split: cards that share the model.
+        step: tokens of a step.
+        takes_what_is_asked: layers are put on cards as told and the cache is as large as asked for; there is no share
+            of the card whose rest becomes the cache.
+        steps_size_workspace: the workspace follows from the tokens of a step.
+    """
 
     context: str = "max_model_len"
     batch: str = "max_batch_size"
     utilization: str = "the memory limit"
     split: str = "the tensor parallel size"
     step: str = "the tokens of one step"
+    takes_what_is_asked: bool = False
+    steps_size_workspace: bool = False
 
 
 _KNOBS: Mapping[str, _Knobs] = {
     "vllm": _Knobs(
-        "max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size", "max_num_batched_tokens"
+        "max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size", "max_num_batched_tokens",
+        steps_size_workspace=True,
     ),
     "sglang": _Knobs(
-        "--context-length", "--max-running-requests", "--mem-fraction-static", "--tp-size", "--chunked-prefill-size"
+        "--context-length", "--max-running-requests", "--mem-fraction-static", "--tp-size", "--chunked-prefill-size",
+        steps_size_workspace=True,
     ),
-    "llamacpp": _Knobs("--ctx-size", "--parallel", "--n-gpu-layers", "--tensor-split", "--ubatch-size"),
+    "llamacpp": _Knobs(
+        "--ctx-size", "--parallel", "--n-gpu-layers", "--tensor-split", "--ubatch-size", takes_what_is_asked=True
+    ),
     "tgi": _Knobs(
         "--max-total-tokens",
         "--max-concurrent-requests",
         "--cuda-memory-fraction",
         "--num-shard",
         "--max-batch-prefill-tokens",
+        steps_size_workspace=True,
     ),
 }  # fmt: skip
 
@@ -221,7 +239,7 @@ def _weights_out_of_memory(case: _Case) -> Advice:
     cause = f"the weights do not fit: {case.shortage}"
     if case.host:
         step = "free main memory, or take weights in a smaller quantisation"
-    elif case.engine == "llamacpp":
+    elif case.knobs.takes_what_is_asked:
         free = case.size("free_at_start_bytes")
         step = "offload fewer layers to the card: lower --n-gpu-layers" + (
             f" until the model buffer is below {free}" if free else ""
@@ -235,7 +253,9 @@ def _weights_out_of_memory(case: _Case) -> Advice:
         step = f"stop the other process that holds {others} of this card (`nvidia-smi` names it)"
         doubts = (f"other processes hold {others} of the card",)
     leave = (
-        () if case.engine == "llamacpp" or case.host else (f"{case.knobs.utilization}: weights take what they take",)
+        ()
+        if case.knobs.takes_what_is_asked or case.host
+        else (f"{case.knobs.utilization}: weights take what they take",)
     )
     return _say(
         cause,
@@ -273,7 +293,7 @@ def _memory_taken(case: _Case) -> Advice:
 
 
 def _kv_cache_unallocated(case: _Case) -> Advice:
-    if case.engine == "llamacpp":
+    if case.knobs.takes_what_is_asked:
         return _llamacpp_cache(case, "the KV cache cannot be made")
     limit, available, total = (case.number(name) for name in ("utilization_ratio", "available_bytes", "total_bytes"))
     before, after = case.number("before_weights_bytes"), case.number("after_weights_bytes")
@@ -338,7 +358,7 @@ def _llamacpp_cache(case: _Case, what: str) -> Advice:
 
 
 def _kv_cache_below_request(case: _Case) -> Advice:
-    if case.engine == "llamacpp":
+    if case.knobs.takes_what_is_asked:
         return _llamacpp_cache(case, "the KV cache of even one request does not fit")
     context, fits = case.whole("context_tokens"), case.whole("fits_tokens")
     needed, available = case.number("needed_bytes"), case.number("available_bytes")
@@ -370,12 +390,12 @@ def _kv_cache_exhausted(case: _Case) -> Advice:
     batch, context = case.whole("max_batch_size"), case.whole("context_tokens")
     knob = case.knobs.batch
     share = ""
-    if case.engine == "llamacpp" and batch and context:
+    if case.knobs.takes_what_is_asked and batch and context:
         share = f": {batch} slots share {context:,} tokens"
     asked = case.whole("asked_tokens")
     step = f"lower {knob}" + (f" from {batch} to {max(1, batch // 2)}" if batch and batch > 1 else "")
     step += ", or give the cache more room" + (
-        " with --ctx-size" if case.engine == "llamacpp" else f" ({case.knobs.utilization})"
+        f" with {case.knobs.context}" if case.knobs.takes_what_is_asked else f" ({case.knobs.utilization})"
     )
     return _say(
         f"{case.after}the KV cache ran full while requests were running{share}"
@@ -401,7 +421,7 @@ def _warm_up(case: _Case) -> Advice:
     elif requests is not None:
         cause = f"the warm-up with {requests:,} requests at once found no memory"
         step = f"set {case.knobs.batch} to {max(1, requests // 2)}"
-    elif case.engine == "llamacpp":
+    elif case.knobs.takes_what_is_asked:
         cause = f"the compute buffers do not fit: {case.shortage}"
         step = "lower --ubatch-size (512 by default) to 256; then --ctx-size"
     elif case.phase is Phase.PROFILE:
@@ -423,7 +443,7 @@ def _warm_up(case: _Case) -> Advice:
         step,
         "the model's files and their quantisation: they were loaded",
         f"{case.knobs.context}: the workspace of a step follows from {case.knobs.step}, not from the longest request"
-        if case.engine in ("vllm", "sglang", "tgi")
+        if case.knobs.steps_size_workspace
         else "--n-gpu-layers to a higher value: the card is full",
         _RESTART,
     )
@@ -443,7 +463,7 @@ def _runtime_out_of_memory(case: _Case) -> Advice:
     knob = case.knobs.utilization
     if case.host:
         step = "give the machine or the container more memory, or load less into it"
-    elif case.engine == "llamacpp":
+    elif case.knobs.takes_what_is_asked:
         step = "lower --ubatch-size (512 by default) to 256, or --n-gpu-layers by a few"
     else:
         step = (

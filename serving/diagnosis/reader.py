@@ -49,6 +49,7 @@ _KEPT_STARTS = 20
 
 _NEVER_ONLY_COUNTED = frozenset({Role.START, Role.READY, Role.STOP, Role.PHASE, Role.FRAME, Role.TRACEBACK})
 _TURNS = frozenset({Role.START, Role.READY})
+_OF_STARTS = frozenset({Role.PHASE, Role.FRAME, Role.TRACEBACK})
 _POSTED = re.compile(rb'"POST /[^"\n]*" 200')
 _ANSWER_WORDS = (b"total time = ", b"Success")
 """llama.cpp and TGI say it so when a request is done."""
@@ -380,6 +381,8 @@ class LogReader:
 
     def _told_already(self, meaning: _Shape) -> Sequence[Finding] | None:
         """The findings that one more line of a shape only adds to; None where it has to be read."""
+        if self._start.ready_line is not None and not meaning.facts and meaning.signs and meaning.roles <= _OF_STARTS:
+            return ()  # how far a start has come is known, and a server that is ready is serving
         if not meaning.may_be_counted:
             return None
         if self._start.stop_line is not None and meaning.signs and not meaning.facts:

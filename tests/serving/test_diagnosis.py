@@ -690,6 +690,14 @@ def test_of_a_flood_of_unknown_errors_the_last_is_shown_and_none_after_the_stop(
     assert stopped.last_error.line == 502
 
 
+def test_frames_of_requests_that_failed_do_not_hide_those_of_the_next_start():
+    request = 'Traceback (most recent call last):\n  File "a.py", line 3, in load_model\nValueError: no\n' + ANSWER
+    start = "vLLM API server version 0.9\n"
+    frames = 'Traceback (most recent call last):\n  File "a.py", line 4, in capture_model\n'
+    found = read(start + READY + request * 300 + start + frames + OUT_OF_MEMORY + DEAD)
+    assert (found.starts, found.diagnosis.phase, found.diagnosis.failure) == (2, Phase.GRAPHS, Failure.WARM_UP)
+
+
 def test_where_blocks_end_does_not_matter():
     dialect, spec = SPECS[0]
     text = (
