@@ -62,7 +62,7 @@ _MIB: Final = 2**20
 KV_BITS: Final[Mapping[str, float]] = MappingProxyType(
     {
         **dict.fromkeys(("auto", "bf16", "bfloat16", "f16", "fp16", "float16", "half"), 16.0),
-        **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "int8"), 8.0),
+        **dict.fromkeys(("fp8_e4m3", "fp8", "fp8_e5m2", "int8"), 8.0),
         "f32": 32.0,
         "q8_0": 8.5,
         "q5_1": 6.0,
@@ -321,7 +321,7 @@ def cache_kind(engine: str, bits: float) -> str:
     kinds = [kind for kind, width in KV_BITS.items() if kind not in others and width == bits]
     if not kinds:
         raise ConfigError(f"{engine} has no type of KV cache with {bits:g} bits an element; name one of its types")
-    return kinds[0] if engine != "sglang" else "fp8_e4m3"
+    return kinds[0]
 
 
 _TORCH_KINDS: Final = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "int8"})

@@ -105,7 +105,7 @@ def test_a_file_budgeted_anew_keeps_what_else_it_says(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("engine", "bits", "kind"),
-    [("vllm", "8", "fp8"), ("sglang", "8", "fp8_e4m3"), ("llamacpp", "8.5", "q8_0"), ("llamacpp", "4.5", "q4_0")],
+    [("vllm", "8", "fp8_e4m3"), ("sglang", "8", "fp8_e4m3"), ("llamacpp", "8.5", "q8_0"), ("llamacpp", "4.5", "q4_0")],
 )
 def test_a_cache_given_in_bits_is_written_as_the_type_that_the_engine_is_to_run(capsys, tmp_path, engine, bits, kind):
     path = tmp_path / "serving.yaml"
