@@ -381,8 +381,8 @@ class LogReader:
 
     def _told_already(self, meaning: _Shape) -> Sequence[Finding] | None:
         """The findings that one more line of a shape only adds to; None where it has to be read."""
-        if self._start.ready_line is not None and not meaning.facts and meaning.signs and meaning.roles <= _OF_STARTS:
-            return ()  # how far a start has come is known, and a server that is ready is serving
+        if self._start.serving and not meaning.facts and meaning.signs and meaning.roles <= _OF_STARTS:
+            return ()  # how far it had come is known: whatever it does is done while serving
         if not meaning.may_be_counted:
             return None
         if self._start.stop_line is not None and meaning.signs and not meaning.facts:
