@@ -28,7 +28,7 @@ from monitor.http import API_KEY_VARIABLE, parse_url
 from plimsoll import restart_experiment
 from plimsoll.arguments import duration, number, whole
 from plimsoll.experiment_world import MOST_CONCURRENCY, Plan, RealWorld
-from plimsoll.journal import Journal, journal_path, refuse_unfinished
+from plimsoll.journal import RESTARTS, Journal, journal_path, refuse_unfinished
 from plimsoll.ledger import ledger_path, new_id, read_ledger, who_decides
 from plimsoll.measurement import Load
 from plimsoll.report import clean, figure
@@ -399,7 +399,12 @@ async def _recover(arguments: argparse.Namespace, say: Callable[[str], None]) ->
     with journal:
         if page.state is None or not page.plan:
             journal.finish()
-            state = State(step=Step.DONE, outcome=Outcome.NOTHING_CHANGED, reason="it was cut off before it began")
+            reason = (
+                "an experiment of restarts was cut off; it changed nothing, but see that the server is up"
+                if page.plan.get("kind") == RESTARTS
+                else "it was cut off before it began"
+            )
+            state = State(step=Step.DONE, outcome=Outcome.NOTHING_CHANGED, reason=reason)
             return _document(state, None, arguments.settings, "recover")
         known = dict(page.plan) | ({"restart": arguments.restart} if arguments.restart else {})
         known |= {"limit_seconds": arguments.limit} if arguments.limit else {}
@@ -516,9 +521,13 @@ def _render(document: Mapping[str, Any], console: Console) -> None:
         lines = [
             f"[red bold]{_LOUD}[/]",
             *lines,
-            "[red bold]the server is not known to serve[/]",
+            "[red bold]the server does not serve[/]"
+            if document["serving"] is False
+            else "[red bold]a server answers, but it is not known to run the settings before the experiment[/]"
+            if document["serving"]
+            else "[red bold]the server is not known to serve[/]",
             f"the settings before the experiment: version {back['version']}, {escape(str(back['path']))}"
-            if back
+            if back and back["path"]
             else "",
             f"try again: plimsoll experiment recover {escape(document['settings'])}",
             f"[red bold]{_LOUD}[/]",

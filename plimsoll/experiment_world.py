@@ -15,7 +15,7 @@ from typing import Any, Final
 from monitor.http import BaseUrl, converse, open_session, parse_url
 from monitor.process import host_memory
 from monitor.sampler import Tick
-from plimsoll.figures import Comparison, Figures, Judgement, compare
+from plimsoll.figures import Comparison, Figure, Figures, Judgement, compare, pool
 from plimsoll.ledger import Change, Conclusion, Record, append, ledger_path, new_id, read_ledger, read_record
 from plimsoll.measurement import Answer, Load, Measurement, Meter, Proof, compare_answers, open_meter
 from plimsoll.report import figure
@@ -32,7 +32,7 @@ from plimsoll.restarting import (
 from plimsoll.trial import QUALITY_KEYS, Outcome, Seen, State, Step, TrialResult, Verdict
 from serving.clock import NS, Clock, SystemClock
 from serving.engines import TargetFacts
-from serving.errors import RecordError, TargetError
+from serving.errors import ConfigError, RecordError, TargetError
 from serving.settings import (
     SPLIT_KEYS,
     Scalar,
@@ -43,7 +43,6 @@ from serving.settings import (
     read_settings,
     restore,
     stale_warning,
-    stored_settings,
 )
 from serving.smoke import smoke
 from serving.startup import FieldCheck, StartupFacts
@@ -59,6 +58,8 @@ _SWAP_BYTES: Final = 64 * 2**20
 _DEFAULT_CONCURRENCY: Final = 8
 MOST_CONCURRENCY: Final = 16
 """Requests at once of the second level where nobody states them: enough to see a batch, few enough to be quick."""
+_MEASUREMENTS: Final = 2
+"""What seems worse is measured so often before it is believed."""
 _OFFLOAD_KEYS: Final = ("cpu_offload_gb", "cpu_moe_layers")
 
 
@@ -531,18 +532,27 @@ class RealWorld:
         del state
         meter, settings = self._need_meter(), read_settings(self.path)
         load = self._fix_load(settings, meter.facts)
-        measured = await meter.measure(load)
-        trial = self._trial
-        trial.figures = measured.figures
-        trial.warnings += measured.warnings
+        trial, figures = self._trial, dict[str, Figure]()
+        for attempt in range(_MEASUREMENTS):
+            measured = await meter.measure(load)
+            figures = dict(pool(figures, measured.figures))
+            trial.warnings += measured.warnings
+            trial.comparisons = tuple(compare(self._old_figures, figures, allowed_ratio=self.plan.allowed_ratio))
+            worse = self._worse(trial.comparisons)
+            if self.plan.kind != "set" or measured.invalid or measured.died or not worse:
+                break
+            if any(item.name == "failures" for item in worse):
+                break
+            if attempt + 1 < _MEASUREMENTS:
+                self._say("something is worse; measuring once more, in case it was a bad minute of this machine")
+        trial.figures = figures
         trial.detail["requests"] = dict(measured.outcomes)
         trial.detail["tokens"] = {"prompt": measured.prompt_tokens, "completion": measured.completion_tokens}
         if measured.swap_bytes is not None and measured.swap_bytes > _SWAP_BYTES:
             needed = f"{measured.swap_bytes / 2**20:.0f} MiB went to swap under load"
             trial.detail["no_tuning_result"] = needed
             trial.warnings.append(f"no tuning result: {needed}")
-        trial.comparisons = tuple(compare(self._old_figures, measured.figures, allowed_ratio=self.plan.allowed_ratio))
-        score = measured.figures.get(f"output_tokens_per_second@{load.concurrency}")
+        score = figures.get(f"output_tokens_per_second@{load.concurrency}")
         self.serving = measured.died is None
         problem = (
             _measured_badly(measured) or self._meddled(read_settings(self.path).values()) or self._judge(trial, load)
@@ -563,17 +573,15 @@ class RealWorld:
             return Seen(Verdict.WORSE, missed)
         if self.plan.kind != "set":
             return None
-        worse = [item for item in trial.comparisons if item.judged and item.judgement is Judgement.WORSE]
+        worse = self._worse(trial.comparisons)
         if worse:
-            told = "; ".join(
-                f"{item.name} {figure(item.before.value)} -> {figure(item.after.value)}"
-                + (f" ({item.change_ratio:+.0%})" if item.change_ratio is not None else "")
-                for item in worse
-            )
-            return Seen(Verdict.WORSE, f"{told}; allowed are {self.plan.allowed_ratio:.0%}")
+            return Seen(Verdict.WORSE, f"{_say_changes(worse)}; allowed are {self.plan.allowed_ratio:.0%}")
         if not any(item.judged and not item.name.startswith("failures") for item in trial.comparisons):
             return Seen(Verdict.INCONCLUSIVE, "no figure was measured both before and after")
         return None
+
+    def _worse(self, comparisons: Sequence[Comparison]) -> list[Comparison]:
+        return [item for item in comparisons if item.judged and item.judgement is Judgement.WORSE]
 
     def _missed_slo(self, figures: Figures, concurrency: int) -> str | None:
         ttft, decode = (figures.get(f"{n}@{concurrency}") for n in ("ttft_seconds", "decode_tokens_per_second"))
@@ -634,14 +642,25 @@ class RealWorld:
         await self._close_meter()
         if state.backup is None:
             return Seen(Verdict.FAILED, "no backup was made")
-        stored = restore(self.path, state.backup, reason=f"experiment {self.plan.id}: {state.label}")
-        self.backup_path = stored.path
+        try:
+            stored = restore(self.path, state.backup, reason=f"experiment {self.plan.id}: {state.label}")
+        except (ConfigError, RecordError) as error:
+            if not self._old["values"]:
+                raise
+            now, old = read_settings(self.path).values(), self._old["values"]
+            edit_settings(self.path, {key: old.get(key) for key in {**now, **old} if now.get(key) != old.get(key)})
+            self._warnings.append(
+                f"the stored file could not be used, so the old values were put back one by one: {error}"
+            )
+        else:
+            self.backup_path = stored.path
         return Seen()
 
     async def _check_back(self, state: State) -> Seen:
+        del state
         meter = self._need_meter()
         settings = read_settings(self.path)
-        if state.backup is not None and settings.values() != stored_settings(self.path, state.backup).values():
+        if self._old["values"] and settings.values() != self._old["values"]:
             return Seen(Verdict.FAILED, "the settings file is not what was backed up")
         wrong = self._wrong(compare_start(settings, self._log.facts(meter.facts.engine), meter.facts), set())
         return Seen(Verdict.FAILED, f"the old fields are not back: {wrong}") if wrong else Seen()
@@ -654,12 +673,35 @@ class RealWorld:
         return Seen() if answer.generated else Seen(Verdict.FAILED, f"it does not generate: {answer.reason}")
 
     async def _settle_back(self, state: State) -> Seen:
-        """Wait until the KV cache is used as little as it was when idle before."""
-        del state
+        """Wait until the KV cache is used as little as it was when idle before; what was worse is held against it."""
         usual = self._old["idle_kv_ratio"]
         meter = self._need_meter()
-        if usual is None:
+        settled = Seen() if usual is None else await self._settle(meter, usual)
+        worse = self._worse(self._trial.comparisons) if state.verdict is Verdict.WORSE else []
+        if not settled.ok or self._load is None or not worse or self.plan.kind != "set":
+            return settled
+        if self._missed_slo(self._trial.figures, self._load.concurrency) is not None:
+            return settled
+        return await self._is_machine(meter, self._load, worse)
+
+    async def _is_machine(self, meter: Meter, load: Load, worse: Sequence[Comparison]) -> Seen:
+        """Whether the old server, measured again, is as bad as the new one was: then it was not the change."""
+        self._say("measuring the old server once more, to see whether it was the change or this machine")
+        again = await meter.measure(load)
+        if again.died is not None or again.invalid:
             return Seen()
+        self._trial.detail["old_again"] = {name: item.document() for name, item in again.figures.items()}
+        against = {
+            item.name: item
+            for item in compare(again.figures, self._trial.figures, allowed_ratio=self.plan.allowed_ratio)
+        }
+        still = [item for item in worse if (now := against.get(item.name)) and now.judgement is Judgement.WORSE]
+        if still:
+            return Seen()
+        told = f"{_say_changes(worse)}, but the old server is no better now: this machine changed, not only the setting"
+        return Seen(Verdict.INCONCLUSIVE, f"measure: {told}")
+
+    async def _settle(self, meter: Meter, usual: float) -> Seen:
         until_ns = self._clock.now_ns() + round(_SETTLE_SECONDS * NS)
         while True:
             now = await meter.idle_kv_ratio()
@@ -673,9 +715,9 @@ class RealWorld:
         reason = "; ".join(part for part in (state.reason, state.trouble) if part)
         if state.outcome is not Outcome.LOST:
             return self._record_as(Conclusion.ROLLED_BACK, reason, self.plan.id)
-        # A name of its own: once it is recovered, the experiment has another end.
+        # A name of its own, the same each time: once it is recovered, the experiment has another end.
         reason = f"the server did not come back: {reason}"
-        return self._record_as(Conclusion.ROLLED_BACK, reason, new_id(self._clock.now_ns()))
+        return self._record_as(Conclusion.ROLLED_BACK, reason, f"{self.plan.id}-lost")
 
     def _record_as(self, conclusion: Conclusion, reason: str, name: str) -> Seen:
         """Append the experiment's record, unless it got so far before it was killed."""
@@ -753,6 +795,14 @@ class RealWorld:
         if self._meter is None:
             raise TargetError("the server was not found")
         return self._meter
+
+
+def _say_changes(items: Sequence[Comparison]) -> str:
+    return "; ".join(
+        f"{item.name} {figure(item.before.value)} -> {figure(item.after.value)}"
+        + (f" ({item.change_ratio:+.0%})" if item.change_ratio is not None else "")
+        for item in items
+    )
 
 
 def _marks(tick: Tick) -> list[str | None]:

@@ -21,6 +21,7 @@ __all__ = [
     "Trend",
     "compare",
     "figure_of",
+    "pool",
     "rule_of",
     "theil_sen",
 ]
@@ -57,6 +58,23 @@ def figure_of(rounds: Iterable[float], samples: int | None = None) -> Figure | N
     if not values:
         return None
     return Figure(median(values), min(values), max(values), len(values) if samples is None else samples)
+
+
+def pool(first: Figures, second: Figures) -> Figures:
+    """Two measurements of one server under one load as one, whose rounds are those of both.
+
+    Speeds and times have the middle of both medians; of peaks and failures the higher counts.
+    """
+    pooled = {**first, **second}
+    for name in first.keys() & second.keys():
+        one, two = first[name], second[name]
+        if "@" in name:
+            middle = (one.value + two.value) / 2
+            samples = one.samples + two.samples
+            pooled[name] = Figure(middle, min(one.low, two.low), max(one.high, two.high), samples)
+        else:
+            pooled[name] = max(one, two, key=lambda figure: figure.value)
+    return pooled
 
 
 @dataclass(frozen=True, slots=True)

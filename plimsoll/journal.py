@@ -18,9 +18,11 @@ from typing import Any, Final, Self
 from plimsoll.trial import State
 from serving.errors import ConfigError, RecordError
 
-__all__ = ["Journal", "Page", "journal_path", "refuse_unfinished"]
+__all__ = ["RESTARTS", "Journal", "Page", "journal_path", "refuse_unfinished"]
 
 SCHEMA: Final = "plimsoll.experiment-journal/1"
+RESTARTS: Final = "restart"
+"""The kind of a plan that changes nothing: its journal only keeps others away."""
 _MAX_BYTES = 64 * 2**20
 
 
@@ -84,7 +86,10 @@ class Journal:
             raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from error
         journal = cls(path, descriptor)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"{path}: was taken by a recovery that began at this moment; try again") from None
             journal._append({"schema": SCHEMA, "plan": dict(plan)})
             journal._force_folder()
         except BaseException:

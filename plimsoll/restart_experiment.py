@@ -31,7 +31,7 @@ from monitor.sampler import Tick, find_restart
 from plimsoll.arguments import duration, whole
 from plimsoll.experiment_world import MOST_CONCURRENCY, settings_hash
 from plimsoll.figures import Figure, Figures, figure_of
-from plimsoll.journal import refuse_unfinished
+from plimsoll.journal import RESTARTS, Journal
 from plimsoll.ledger import Conclusion, Record, append, ledger_path, new_id, who_decides
 from plimsoll.measurement import Load, Measurement, Meter, open_meter
 from plimsoll.report import clean, figure
@@ -550,9 +550,12 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(clean(redact(text)), style="dim", markup=False, highlight=False, soft_wrap=True)
 
     plan = _plan(arguments)
-    refuse_unfinished(plan.settings)
     server, result, ending = RealServer(plan, say), RestartRun(), _Ending()
-    asyncio.run(_execute(server, result, ending, say))
+    journal = Journal.create(plan.settings, {"kind": RESTARTS, "url": plan.url})
+    try:
+        asyncio.run(_execute(server, result, ending, say))
+    finally:
+        journal.finish()
     if ending.failed and server.facts is None:
         raise TargetError(ending.failed)
     document = _document(plan, server, result, ending, arguments.metric)
@@ -596,7 +599,7 @@ async def _execute(server: RealServer, run: RestartRun, ending: _Ending, say: Ca
         ending.interrupted = True
         step.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stop)
     try:
         with contextlib.suppress(asyncio.CancelledError):
@@ -611,7 +614,7 @@ async def _execute(server: RealServer, run: RestartRun, ending: _Ending, say: Ca
                 ending.failed = "; ".join(part for part in (ending.failed, failed) if part)
                 ending.code = code or ending.code
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.remove_signal_handler(number)
 
 

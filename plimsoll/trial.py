@@ -379,6 +379,11 @@ def _advance_back(state: State, seen: Seen) -> State:
         if not state.touched:
             return replace(state, step=Step.RECORD, outcome=Outcome.ROLLED_BACK)
         return replace(state, step=Step.RESTART_BACK, attempts=state.attempts + 1)
+    if step is Step.SETTLE_BACK and seen.verdict is Verdict.INCONCLUSIVE:
+        # The old server is as bad as the new one was, so that it was not the change.
+        return replace(
+            state, step=Step.RECORD, outcome=Outcome.ROLLED_BACK, verdict=Verdict.INCONCLUSIVE, reason=seen.reason
+        )
     if step is Step.SETTLE_BACK:
         trouble = state.trouble if seen.ok else _join(state.trouble, seen.reason)
         return replace(state, step=Step.RECORD, outcome=Outcome.ROLLED_BACK, trouble=trouble)
@@ -415,7 +420,7 @@ def recovered(state: State) -> State:
     if step in _TRYING:
         reason = f"the experiment was cut off at {step.value}"
         return replace(state, step=Step.RESTORE, verdict=Verdict.INTERRUPTED, reason=reason, attempts=0)
-    return replace(state, step=Step.RESTORE, outcome=None, attempts=0)
+    return replace(state, step=Step.RESTORE, outcome=None, attempts=0, trouble="")
 
 
 # ---- policies

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll import experiment
+from plimsoll import experiment, restarting
 from plimsoll.experiment_world import settings_hash
 from plimsoll.journal import journal_path
 from plimsoll.ledger import Conclusion, read_ledger
@@ -28,6 +29,8 @@ from serving.settings import read_settings
 SCRIPT = Path(__file__).with_name("restart_server.py")
 QUICK = ("--prompt-tokens", "64", "--output-tokens", "24", "--rounds", "2", "--limit", "60")
 """A short load whose speeds are not judged: this machine has others on it, and what is held here is no speed."""
+ONE = ("--concurrency", "1")
+"""One level only, where nobody looks at the figures of more requests at once."""
 SETTINGS = """\
 # what the shop runs
 engine: vllm
@@ -110,6 +113,13 @@ def shop(tmp_path):
         made.close()
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    """The waits of one process for another, shortened: the servers here are ready within a second."""
+    monkeypatch.setattr(restarting, "_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(restarting, "_DEATH_SECONDS", 0.5)
+
+
 @pytest.fixture
 def experiment_on(shop, capsys):
     """Run an experiment here: exit code and document."""
@@ -147,7 +157,7 @@ def test_a_change_that_proves_itself_is_kept_and_the_ledger_shows_before_and_aft
 
 
 def test_a_value_that_does_not_fit_the_memory_is_rolled_back_and_served_again(shop, experiment_on):
-    code, document = experiment_on("set", "max_model_len=32768")
+    code, document = experiment_on("set", "max_model_len=32768", *ONE)
     assert (code, document["outcome"], document["serving"]) == (1, "rolled back", True)
     assert "the KV cache is smaller than one request" in document["reason"]
     assert shop.settings.read_text() == SETTINGS
@@ -160,27 +170,53 @@ def test_a_value_that_does_not_fit_the_memory_is_rolled_back_and_served_again(sh
 def test_a_server_that_clamps_the_value_is_rolled_back_with_the_line_that_says_so(shop, experiment_on):
     shop.settings.write_text(SETTINGS.replace("vllm", "sglang"))
     shop.open()
-    code, document = experiment_on("set", "max_batch_size=8", restart=f"{shop.restart} --fault clamp_max_batch=5")
+    code, document = experiment_on("set", "max_batch_size=8", *ONE, restart=f"{shop.restart} --fault clamp_max_batch=5")
     assert (code, document["outcome"]) == (1, "rolled back")
     assert document["reason"].startswith("check: max_batch_size is 5, not 8")
     assert "reduced from the requested 8 to 5" in document["reason"]
 
 
 def test_a_batch_limit_that_was_cut_in_silence_shows_in_the_burst(shop, experiment_on):
-    _, document = experiment_on("set", "max_batch_size=40", restart=f"{shop.restart} --fault clamp_max_batch=5")
+    _, document = experiment_on("set", "max_batch_size=40", *ONE, restart=f"{shop.restart} --fault clamp_max_batch=5")
     assert any("at most 5 ran while others waited" in text for text in document["record"]["warnings"])
 
 
 def test_a_server_that_dies_of_the_burst_is_rolled_back(shop, experiment_on):
     restart = f'{shop.restart} $(grep -q "max_batch_size: 8" $PLIMSOLL_SETTINGS && echo --fault oom_at_bytes=1MiB)'
-    code, document = experiment_on("set", "max_batch_size=8", restart=restart)
+    code, document = experiment_on("set", "max_batch_size=8", *ONE, restart=restart)
     assert (code, document["outcome"], document["serving"]) == (1, "rolled back", True)
     assert answers(shop.url)
     assert shop.settings.read_text() == SETTINGS
 
 
+@pytest.mark.parametrize(
+    ("slow_when", "code", "verdict", "said"),
+    [
+        ("max_batch_size: 8", 1, "fail", "allowed are 50%"),
+        ("engine: vllm", 3, "inconclusive", "the old server is no better now"),
+    ],
+)
+def test_a_slow_change_is_told_from_a_machine_that_became_slow(shop, experiment_on, slow_when, code, verdict, said):
+    fault = f'$(grep -q "{slow_when}" $PLIMSOLL_SETTINGS && echo --fault step_slowdown=4)'
+    words = ("--allow-worse", "0.5", *ONE)
+    found, document = experiment_on("set", "max_batch_size=8", *words, restart=f"{shop.restart} {fault}")
+    assert (found, document["verdict"], document["outcome"], document["serving"]) == (
+        code,
+        verdict,
+        "rolled back",
+        True,
+    )
+    assert document["reason"].startswith("measure: ")
+    assert said in document["reason"]
+    (record,) = shop.records
+    assert ("old_again" in record.detail, record.reason) == (True, document["reason"])
+
+
 def test_a_restart_command_that_restarts_nothing_is_not_taken_for_a_restart(shop, experiment_on):
-    code, document = experiment_on("set", "max_batch_size=8", "--limit", "3", restart="true")
+    # A second server that finds the port taken writes such lines as well.
+    started = "INFO 11-29 12:00:00 [utils.py:1] non-default args: {'max_num_seqs': 8}"
+    restart = f"echo {shlex.quote(started)} >> {shop.log}"
+    code, document = experiment_on("set", "max_batch_size=8", "--limit", "1", *ONE, restart=restart)
     assert (code, document["outcome"], document["serving"]) == (1, "rolled back", True)
     assert "the old server still answers" in document["reason"]
     assert shop.settings.read_text() == SETTINGS
@@ -188,7 +224,7 @@ def test_a_restart_command_that_restarts_nothing_is_not_taken_for_a_restart(shop
 
 def test_a_server_that_never_comes_back_is_told_with_its_backup_and_can_be_recovered(shop, experiment_on):
     stop = shlex.join([sys.executable, str(SCRIPT), "stop", str(shop.folder)])
-    code, document = experiment_on("set", "max_batch_size=8", "--limit", "2", restart=stop)
+    code, document = experiment_on("set", "max_batch_size=8", "--limit", "1", *ONE, restart=stop)
     assert (code, document["outcome"], document["serving"]) == (4, "lost", False)
     assert "cannot be reached" in document["reason"]
     assert shop.settings.read_text() == SETTINGS
@@ -208,12 +244,15 @@ def test_a_server_that_never_comes_back_is_told_with_its_backup_and_can_be_recov
     ("restart", "said"),
     [
         ("echo all wrong >&2; exit 3", "the restart command ended with code 3: all wrong"),
-        ("sleep 60", "the restart command did not end within 1 s"),
+        (
+            "sleep 60",
+            "the restart command did not end within 1 s (it has to leave the server running in the background, and end)",
+        ),
         ("kill -9 $$", "the restart command was ended by signal 9"),
     ],
 )
 def test_a_restart_command_that_fails_is_told_in_its_own_words(shop, experiment_on, restart, said):
-    code, document = experiment_on("set", "max_batch_size=8", "--limit", "1", restart=restart)
+    code, document = experiment_on("set", "max_batch_size=8", "--limit", "1", *ONE, restart=restart)
     assert (code, document["outcome"], document["serving"]) == (1, "rolled back", True)
     assert document["reason"] == f"restart: {said}"
     assert shop.settings.read_text() == SETTINGS
@@ -223,7 +262,7 @@ def test_a_restart_command_that_fails_is_told_in_its_own_words(shop, experiment_
 def test_a_target_that_is_not_there_changes_nothing(shop, experiment_on):
     shop.close()
     code, document = experiment_on("set", "max_batch_size=8")
-    assert (code, document["outcome"]) == (4, "nothing changed")
+    assert (code, document["outcome"], document["serving"]) == (4, "nothing changed", False)
     assert "cannot be reached" in document["reason"]
     assert (shop.records, journal_path(shop.settings).exists()) == ((), False)
     assert shop.settings.read_text() == SETTINGS
@@ -237,7 +276,7 @@ def last_step(shop):
 
 @pytest.mark.parametrize("step", ["restart", "wait", "limits", "measure"])
 def test_killed_while_the_new_server_runs_the_old_one_is_recovered(shop, experiment_on, step):
-    child = shop.spawn("set", "max_batch_size=8")
+    child = shop.spawn("set", "max_batch_size=8", *ONE)
     try:
         wait_for(lambda: last_step(shop) == step or child.poll() is not None, step)
     finally:
@@ -255,9 +294,45 @@ def test_killed_while_the_new_server_runs_the_old_one_is_recovered(shop, experim
     assert set(record.before) >= {"decode_tokens_per_second@1"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_recovered_without_the_stored_file_the_old_values_come_back_and_are_recorded_once(shop, experiment_on):
+    child = shop.spawn("set", "max_batch_size=8", *ONE)
+    try:
+        wait_for(lambda: last_step(shop) == "wait" or child.poll() is not None, "wait")
+    finally:
+        child.kill()
+        child.communicate()
+    shutil.rmtree(shop.folder / "s.yaml.plimsoll")
+    for _ in range(2):
+        code, document = experiment_on("recover", "--restart", "false")
+        assert (code, document["outcome"], document["backup"]["path"]) == (4, "lost", None)
+    code, document = experiment_on("recover")
+    assert (code, document["outcome"], document["serving"]) == (0, "rolled back", True)
+    assert shop.settings.read_text() == SETTINGS
+    assert len(shop.records) == 2
+    assert len({record.id for record in shop.records}) == 2
+
+
+def test_settings_that_somebody_else_edits_meanwhile_are_not_taken_for_what_was_tried(shop, experiment_on):
+    restart = (
+        f'{shop.restart}; grep -q "max_batch_size: 8" $PLIMSOLL_SETTINGS && sed -i s/8192/4096/ {shop.settings}; true'
+    )
+    code, document = experiment_on("set", "max_batch_size=8", *ONE, restart=restart)
+    assert (code, document["outcome"], document["serving"]) == (3, "rolled back", True)
+    assert "max_model_len of s.yaml was changed by somebody else" in document["reason"]
+    assert shop.settings.read_text() == SETTINGS
+    stored = [path.read_text() for path in sorted((shop.folder / "s.yaml.plimsoll").glob("0*.yaml"))]
+    assert SETTINGS.replace("max_batch_size: 4", "max_batch_size: 8").replace("8192", "4096") in stored
+
+
+def test_a_change_that_no_log_can_prove_is_not_kept(shop, experiment_on):
+    code, document = experiment_on("set", "max_batch_size=8", *ONE, "--log", shop.folder / "other.log")
+    assert (code, document["verdict"], document["outcome"]) == (3, "inconclusive", "rolled back")
+    assert "is it the log of this server?" in document["reason"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_rolls_back(shop, number):
-    child = shop.spawn("set", "max_batch_size=8")
+    child = shop.spawn("set", "max_batch_size=8", *ONE)
     try:
         wait_for(lambda: last_step(shop) == "measure" or child.poll() is not None, "measure")
         child.send_signal(number)
@@ -287,9 +362,9 @@ def test_a_sweep_measures_each_value_and_the_old_one_comes_back(shop, experiment
 def test_the_ladder_finds_the_context_with_which_the_server_starts(shop, experiment_on):
     shop.close()
     shop.settings.write_text(SETTINGS.replace("8192", "32768"))
-    code, document = experiment_on("ladder", "--context", "30000,16384,8192")
+    code, document = experiment_on("ladder", "--context", "30000,16384,8192", *ONE)
     assert (code, document["outcome"]) == (0, "kept")
-    assert document["reason"] == "only the context helps: the KV cache binds"
+    assert document["reason"] == "the context helps, and no quantisation could be tried: the KV cache binds"
     assert [(trial["label"], trial["served"]) for trial in document["trials"]] == [
         ("max_model_len=30000", False),
         ("max_model_len=16384", True),
@@ -302,21 +377,21 @@ def test_a_ladder_without_a_rung_that_holds_says_that_the_card_cannot(shop, expe
     shop.close()
     text = SETTINGS.replace("8192", "32768")
     shop.settings.write_text(text)
-    code, document = experiment_on("ladder", "--context", "30000")
+    code, document = experiment_on("ladder", "--context", "30000", *ONE)
     assert (code, document["outcome"]) == (1, "rolled back")
     assert "this card cannot" in document["reason"]
     assert shop.settings.read_text() == text
 
 
 def test_a_ladder_of_a_server_that_meets_what_is_asked_changes_nothing(shop, experiment_on):
-    code, document = experiment_on("ladder", "--context", "4096", "--ttft", "60")
+    code, document = experiment_on("ladder", "--context", "4096", "--ttft", "60", *ONE)
     assert (code, document["outcome"], document["serving"]) == (0, "nothing changed", True)
     assert "no need to retreat" in document["reason"]
     assert shop.records == ()
 
 
 def test_a_ladder_retreats_from_a_limit_that_is_missed(shop, experiment_on):
-    code, document = experiment_on("ladder", "--batch", "2", "--tpot", "0.000001")
+    code, document = experiment_on("ladder", "--batch", "2", "--tpot", "0.000001", *ONE)
     assert (code, document["outcome"]) == (1, "rolled back")
     assert document["trials"][0]["reason"].startswith("measure: time per token at ")
     assert document["serving"] is True
@@ -325,13 +400,13 @@ def test_a_ladder_retreats_from_a_limit_that_is_missed(shop, experiment_on):
 
 def test_quantised_kv_is_not_accepted_while_nobody_can_tell_its_drift(shop, experiment_on):
     # The simulator's answers are not the model's: they differ each time, and the probe says so.
-    code, document = experiment_on("set", "kv_cache_dtype=fp8")
+    code, document = experiment_on("set", "kv_cache_dtype=fp8", *ONE)
     assert (code, document["verdict"], document["outcome"]) == (3, "inconclusive", "rolled back")
     assert "--accept-drift" in document["reason"]
     quality = shop.records[0].detail["quality"]
     assert quality["prompts"] == 6
     assert quality["own_drift_ratio"] > 0.5
-    code, document = experiment_on("set", "kv_cache_dtype=fp8", "--accept-drift")
+    code, document = experiment_on("set", "kv_cache_dtype=fp8", "--accept-drift", *ONE)
     assert (code, document["outcome"]) == (0, "kept")
     assert any("quality probe" in warning for warning in document["record"]["warnings"])
 
@@ -368,6 +443,8 @@ def test_a_change_that_is_none_is_refused_before_anything_happens(tmp_path, word
         ("ladder", ["--quantize", "kv_cache_dtype=fp8"], "--accept-drift"),
         ("ladder", [], "nothing to fall back to"),
         ("ladder", ["--context", "many"], "max_model_len"),
+        ("ladder", ["--context", "2048,4096"], "from larger to smaller"),
+        ("ladder", ["--batch", "8"], "max_batch_size is 4"),
         ("recover", [], "nothing to recover"),
     ],
 )
@@ -381,7 +458,7 @@ def test_wrong_usage_is_refused_before_anything_happens(tmp_path, action, words,
 
 
 def test_many_changes_at_once_are_allowed_with_a_warning_in_the_record(shop, experiment_on):
-    code, document = experiment_on("set", "max_batch_size=8", "max_model_len=4096", "--allow-many")
+    code, document = experiment_on("set", "max_batch_size=8", "max_model_len=4096", "--allow-many", *ONE)
     assert (code, document["outcome"]) == (0, "kept")
     assert "2 settings were changed at once" in shop.records[0].warnings[0]
 

@@ -258,6 +258,18 @@ def test_kv_use_that_does_not_settle_is_told_and_no_more(folder):
     assert (state.outcome, state.trouble) == (Outcome.ROLLED_BACK, "settle back went badly")
 
 
+def test_what_the_old_server_is_as_bad_at_was_not_the_change(folder):
+    fails = {Step.MEASURE: Verdict.WORSE, Step.SETTLE_BACK: Verdict.INCONCLUSIVE}
+    state = go(FakeWorld(folder, fails=fails))
+    assert (state.outcome, state.verdict, state.reason) == (
+        Outcome.ROLLED_BACK,
+        Verdict.INCONCLUSIVE,
+        "settle back went badly",
+    )
+    assert _exit_code(state, "set") == 3
+    assert_whole(folder, kept=False)
+
+
 def test_a_ledger_that_cannot_be_written_is_said_and_can_be_recovered(folder):
     state = go(FakeWorld(folder, fails={Step.KEEP: Verdict.FAILED}))
     assert (state.outcome, state.trouble) == (Outcome.UNRECORDED, "keep went badly")
