@@ -30,6 +30,7 @@ __all__ = [
     "count_channels",
     "host",
     "known_card",
+    "machine_lines",
     "read_machine",
     "read_slots",
 ]
@@ -202,6 +203,43 @@ def host(machine: Machine) -> tuple[Host, tuple[str, ...]]:
         assumed.append(f"Copies to a card at {_gigabytes(pcie)} are a default (PCIe 4.0 x16).")
     assumed.append(f"{default.flops / 1e12:g} TFLOP/s of the processor are a default: no table gives them.")
     return replace(default, memory_bandwidth=bandwidth, pcie_bandwidth=pcie), tuple(assumed)
+
+
+def machine_lines(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Label and text of each line about a machine, for people."""
+    for card in machine.cards:
+        free = _free(card.memory_free_bytes, card.memory_total_bytes)
+        yield "GPU", f"{card.name} ({card.uuid}): {free}{_link_text(card.link)}"
+        for process in card.processes or ():
+            amount = "" if process.used_bytes is None else f", {_gib(process.used_bytes)}"
+            yield "", f"in use by {process.name or 'a process'} (pid {process.pid}){amount}"
+    if not machine.cards:
+        yield "GPU", "none seen"
+    memory, processor = machine.memory, machine.processor
+    speed = ""
+    if memory.bandwidth_bytes_per_second is not None:
+        most = "" if memory.channels_are_counted else "at most "
+        speed = f", {most}{memory.channels} channels at {memory.megatransfers_per_second} MT/s"
+        speed += f" = {_gigabytes(memory.bandwidth_bytes_per_second)}"
+    yield "memory", _free(memory.available_bytes, memory.total_bytes) + speed
+    cores = f"{processor.cores or 'unknown'} cores, {processor.threads or 'unknown'} threads"
+    usable = "" if processor.usable_threads is None else f", {processor.usable_threads:g} usable"
+    yield "processor", f"{processor.name or 'unknown'}: {cores}{usable}"
+    for note in machine.notes:
+        yield "", note
+
+
+def _free(free_bytes: float | None, total_bytes: float | None) -> str:
+    if free_bytes is None or total_bytes is None:
+        return "memory not told"
+    return f"{free_bytes / _GIB:.1f} of {_gib(total_bytes)} free"
+
+
+def _link_text(link: PcieLink | None) -> str:
+    if link is None or link.bytes_per_second is None:
+        return ""
+    generation, width = link.max_generation or link.generation, link.width or link.max_width
+    return f", PCIe {generation}.0 x{width} = {_gigabytes(link.bytes_per_second)}"
 
 
 _DEFAULT_LINK_BYTES_PER_SECOND: Final = PcieLink(max_generation=4, max_width=16).bytes_per_second or 0.0

@@ -130,13 +130,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write is not None and found.holds_asked:
         written = _write(arguments, found, source, kept)
     document = _document(arguments, found, settings, machine, check, written)
-    if short is not None:
-        document["warnings"].append(short)
+    missing = None if machine is None else _missing_memory(found, machine)
+    document["warnings"] += [problem for problem in (short, missing) if problem is not None]
     if arguments.json:
         print(json.dumps(document, allow_nan=False))
     else:
-        _print(found, document, Console(soft_wrap=True), may_write=arguments.write is not None)
-    return 0 if found.holds_asked and short is None and (check is None or check.is_whole) else 1
+        _print(found, document, machine, Console(soft_wrap=True), may_write=arguments.write is not None)
+    good = found.holds_asked and short is None and missing is None and (check is None or check.is_whole)
+    return 0 if good else 1
+
+
+def _missing_memory(found: Budget, machine: "Machine") -> str | None:
+    """That the weights which stay in main memory do not fit there."""
+    wanted, free = found.terms.host_weights, machine.memory.available_bytes
+    if free is None or wanted <= free:
+        return None
+    return (
+        f"{_gib(wanted)} of weights are to stay in main memory, and {_gib(free)} of it are free: put more layers on "
+        "the cards, or take weights in fewer bits"
+    )
 
 
 def _check_place(path: Path, *, may_replace: bool) -> None:
@@ -304,8 +316,6 @@ def _document(
     ask, model = found.ask, found.ask.model
     stale = None if settings is None else stale_warning(settings, _inputs(found, arguments))
     warnings = [stale] if stale else []
-    if machine is not None:
-        warnings += machine.notes
     return {
         "schema": "plimsoll.budget/1",
         "verdict": "pass" if found.holds_asked else "fail",
@@ -337,6 +347,7 @@ def _document(
         "steps": [asdict(step) for step in found.steps],
         "is_tuning_result": not ask.is_offloaded,
         "notes": list(found.notes),
+        "machine": None if machine is None else asdict(machine),
         "weights_check": None if check is None else _weights(check),
         "written": written,
         "warnings": warnings,
@@ -359,7 +370,9 @@ def _weights(check: "WeightsCheck") -> dict[str, Any]:
     }
 
 
-def _print(found: Budget, document: dict[str, Any], console: Console, *, may_write: bool) -> None:
+def _print(
+    found: Budget, document: dict[str, Any], machine: "Machine | None", console: Console, *, may_write: bool
+) -> None:
     ask, terms, model = found.ask, found.terms, found.ask.model
     colour = "green" if found.holds_asked else "red"
     split = ask.split
@@ -404,6 +417,11 @@ def _print(found: Budget, document: dict[str, Any], console: Console, *, may_wri
             after = f"max_batch_size {step.max_batch}" if step.max_batch else "still does not fit"
             steps.add_row(f"  {step.kind}", step.change, after, f"[dim]{escape(step.price)}[/]")
         console.print(steps)
+    if machine is not None:
+        from monitor.machine import machine_lines
+
+        for label, text in machine_lines(machine):
+            console.print(f"[dim]{f'{label}: ' if label else '  '}{escape(clean(text))}[/]", highlight=False)
     for line in [*document["warnings"], *found.notes]:
         console.print(f"[dim]{escape(clean(line))}[/]", highlight=False)
     check = document["weights_check"]

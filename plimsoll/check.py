@@ -53,6 +53,8 @@ _NAMES: Final = frozenset({"model", "engine", "gpus"})
 """What `--write-actual` leaves alone: names are spelt in many ways, and another engine is another file."""
 _ANY_CARD_BYTES: Final = 80 * 2**30 + 1
 """Stands for a card that is not known, where nothing that depends on it is looked at."""
+_FAR: Final = 0.25
+_TELLING: Final = frozenset({"weights_bytes", "kv_cache_bytes"})
 _MEMORY_SIGNALS: Final = (("gpu_memory_used_bytes", "gpu"), ("process_anonymous_memory_bytes", "role"))
 
 
@@ -147,6 +149,12 @@ def compare_with_budget(arguments: argparse.Namespace, settings: Settings, facts
     problem = None
     if card_bytes == _ANY_CARD_BYTES:
         problem = "the card is not known, so its memory is not budgeted: give --gpu NAME, or gpu in the file"
+    far = [one for one in estimates if one.figure in _TELLING and abs(one.error_ratio or 0.0) > _FAR]
+    if far and problem is None:
+        problem = (
+            "the estimates are far off: the cards, the model or the way they are divided are not those that the file "
+            "says, or others use the cards too"
+        )
     return {"estimates": [{**asdict(one), "error_ratio": one.error_ratio} for one in estimates], "problem": problem}
 
 

@@ -9,7 +9,6 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,9 +18,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from monitor.gpu import PcieLink, describe_gpus
+from monitor.gpu import describe_gpus
 from monitor.http import converse, open_session, parse_url
-from monitor.machine import read_machine
+from monitor.machine import Machine, machine_lines, read_machine
 from plimsoll.report import clean
 from serving.engines import probe
 from serving.errors import PlimsollError
@@ -45,28 +44,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, and print. Exit code 0, or 1 when a named server cannot be used."""
-    document = asyncio.run(_examine(arguments.urls))
+    document, machine = asyncio.run(_examine(arguments.urls))
     if arguments.json:
         print(json.dumps(document, allow_nan=False))
     else:
-        _render(document, Console())
+        _render(document, machine, Console())
     return 1 if any(target["problem"] for target in document["targets"]) else 0
 
 
-async def _examine(urls: list[str]) -> dict[str, Any]:
+async def _examine(urls: list[str]) -> tuple[dict[str, Any], Machine]:
     gpus = await describe_gpus()
-    return {
+    machine = read_machine(gpus)
+    document = {
         "schema": "plimsoll.doctor/1",
         "version": version("plimsoll"),
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "packages": {name: str(Path(importlib.import_module(name).__file__ or "").parent) for name in OUR_PACKAGES},
         "libraries": {name: _version_of(name) for name in LIBRARIES},
         "gpus": asdict(gpus),
-        "machine": asdict(read_machine(gpus)),
+        "machine": asdict(machine),
         "clock": _clock(),
         "file_descriptors": _descriptors(),
         "targets": [await _target(url) for url in urls],
     }
+    return document, machine
 
 
 def _version_of(name: str) -> str | None:
@@ -112,51 +113,7 @@ async def _target(url: str) -> dict[str, Any]:
     }
 
 
-def _machine_rows(machine: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Label and text of each line about the machine."""
-    for card in machine["cards"]:
-        yield (
-            "GPU",
-            f"{card['name']} ({card['uuid']}): {_free(card, 'memory_free_bytes', 'memory_total_bytes')}{_link(card)}",
-        )
-        for process in card["processes"] or ():
-            amount = "" if process["used_bytes"] is None else f", {_gib(process['used_bytes'])}"
-            yield "", f"in use by {process['name'] or 'a process'} (pid {process['pid']}){amount}"
-    if not machine["cards"]:
-        yield "GPU", "none seen"
-    memory, processor = machine["memory"], machine["processor"]
-    speed = ""
-    if memory["bandwidth_bytes_per_second"] is not None:
-        most = "" if memory["channels_are_counted"] else "at most "
-        speed = f", {most}{memory['channels']} channels at {memory['megatransfers_per_second']} MT/s"
-        speed += f" = {memory['bandwidth_bytes_per_second'] / 1e9:.1f} GB/s"
-    yield "memory", _free(memory, "available_bytes", "total_bytes") + speed
-    cores = f"{processor['cores'] or 'unknown'} cores, {processor['threads'] or 'unknown'} threads"
-    usable = "" if processor["usable_threads"] is None else f", {processor['usable_threads']:g} usable"
-    yield "processor", f"{processor['name'] or 'unknown'}: {cores}{usable}"
-    for note in machine["notes"]:
-        yield "", note
-
-
-def _free(figures: dict[str, Any], free: str, total: str) -> str:
-    if figures[free] is None or figures[total] is None:
-        return "memory not told"
-    return f"{figures[free] / 2**30:.1f} of {_gib(figures[total])} free"
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB"
-
-
-def _link(card: dict[str, Any]) -> str:
-    link = PcieLink(**card["link"]) if card["link"] else PcieLink()
-    if link.bytes_per_second is None:
-        return ""
-    generation, width = link.max_generation or link.generation, link.width or link.max_width
-    return f", PCIe {generation}.0 x{width} = {link.bytes_per_second / 1e9:.1f} GB/s"
-
-
-def _render(document: dict[str, Any], console: Console) -> None:
+def _render(document: dict[str, Any], machine: Machine, console: Console) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -167,7 +124,7 @@ def _render(document: dict[str, Any], console: Console) -> None:
     for name, found in document["libraries"].items():
         missing = "[yellow]not installed[/]" + (" (only `plimsoll demo` needs it)" if name == "xllamacpp" else "")
         table.add_row(f"  {name}", found or missing)
-    for label, text in _machine_rows(document["machine"]):
+    for label, text in machine_lines(machine):
         table.add_row(label, escape(clean(text)))
     clock = document["clock"]
     shared = "shared by all processes" if clock["shared_between_processes"] else "[yellow]not shared[/]"

@@ -5,10 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from monitor.gpu import GpuDevice, GpuProcess
+from monitor.machine import HostMemory, Machine, Processor
 from plimsoll import budget
 from plimsoll.cli import main
 from serving.model import Split, read_model
@@ -277,14 +278,48 @@ def test_files_that_are_too_few_for_the_model_are_told_and_not_budgeted(capsys, 
     assert found["per_card"]["weights"] == read_model(tmp_path).weight_bytes().total
 
 
-def test_of_cards_that_are_not_equally_free_the_fullest_counts(capsys, monkeypatch):
-    def card(free_gib):
-        return SimpleNamespace(name="NVIDIA L4", memory_total_bytes=24 * 2**30, memory_free_bytes=free_gib * 2**30)
+def machine_of(*free_gib, available_gib=64, processes=()):
+    cards = tuple(
+        GpuDevice(
+            uuid=f"GPU-{turn}",
+            name="NVIDIA L4",
+            memory_total_bytes=24.0 * 2**30,
+            memory_free_bytes=free * 2.0**30,
+            processes=processes,
+        )
+        for turn, free in enumerate(free_gib)
+    )
+    memory = HostMemory(None, None, 2**37, available_gib * 2**30, None, None)
+    return Machine(cards, memory, Processor("a processor", 8, 16, 16.0), None, ("a note.",))
 
-    machine = SimpleNamespace(cards=(card(23), card(12)), notes=())
-    monkeypatch.setattr(budget, "_machine", lambda: machine)
+
+def test_of_cards_that_are_not_equally_free_the_fullest_counts(capsys, monkeypatch):
+    monkeypatch.setattr(budget, "_machine", lambda: machine_of(23, 12))
     _, found = document(capsys, "budget", "qwen2.5-7b", "--local", "--context", "8192")
     assert found["card"]["free_bytes"] == 12 * 2**30
+    assert found["machine"]["cards"][1]["memory_free_bytes"] == 12 * 2**30
+
+
+def test_this_machine_is_told_with_who_holds_its_cards(capsys, monkeypatch):
+    others = (GpuProcess(4711, 2 * 2**30, "trainer"),)
+    monkeypatch.setattr(budget, "_machine", lambda: machine_of(20, processes=others))
+    _, out, _ = told(capsys, "budget", "qwen2.5-7b", "--local", "--context", "8192")
+    for words in (
+        "20.0 of 24.0 GiB free",
+        "in use by trainer (pid 4711), 2.0 GiB",
+        "64.0 of 128.0 GiB free",
+        "a note.",
+    ):
+        assert words in out
+
+
+def test_weights_that_stay_in_main_memory_must_fit_there(capsys, monkeypatch):
+    words = ("budget", "hy3", "--local", "--engine", "llamacpp", "--weight-bits", "4.85", "--context", "8192")
+    for free, code in ((64, 1), (256, 0)):
+        monkeypatch.setattr(budget, "_machine", lambda free=free: machine_of(23, available_gib=free))
+        assert document(capsys, *words, "--cpu-moe-layers", "80")[0] == code
+    monkeypatch.setattr(budget, "_machine", lambda: machine_of(23, available_gib=64))
+    assert "64.0 GiB of it are free" in document(capsys, *words, "--cpu-moe-layers", "80")[1]["warnings"][-1]
 
 
 def test_lengths_of_long_requests_are_remembered(capsys, tmp_path):

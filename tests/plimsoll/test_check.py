@@ -302,6 +302,7 @@ def test_what_the_log_reports_is_compared_with_the_budget(settings, capsys, tmp_
     assert found["kv_tokens", "kv_cache_bytes"] == pytest.approx(0, abs=0.005)
     # The pool was made far smaller than the card allows.
     assert found["kv_tokens", "card"] > 20
+    assert "far off" in page["budget"]["problem"]
     assert found["max_concurrency", "card"] == pytest.approx(found["kv_tokens", "card"], rel=0.01)
 
 
