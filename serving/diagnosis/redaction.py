@@ -22,21 +22,37 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = (
         rf"\1{_GONE}",
     ),
     # --api-key abc
-    (re.compile(r"(?i)(--(?:api-?key|hf-?token|token|password)\b)[\s'\",=]{1,4}(?!-)[^\s'\",\]]+"), rf"\1 {_GONE}"),
-    # Tokens that show by their form: Hugging Face, OpenAI, GitHub, AWS, Slack, JSON Web Tokens
+    (
+        re.compile(r"(?i)(--(?:api[_-]?key|hf[_-]?token|[\w-]{0,40}token|password)\b)[\s'\",=]{1,4}(?!-)[^\s'\",\]]+"),
+        rf"\1 {_GONE}",
+    ),
+    # HF_TOKEN abc1, X-Auth-Token abc1: without a sign between them, what looks like no word
     (
         re.compile(
-            r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[opsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{12,}"
+            r"(\b(?:[A-Z][A-Z0-9]*_)+(?:TOKEN|KEY|SECRET|PASSWORD)|\b(?i:x-[\w-]{0,40}(?:token|key)))\s+(?=[^\s\d]*\d)\S{10,}"
+        ),
+        rf"\1 {_GONE}",
+    ),
+    # pwd=abc, cookie: session=abc
+    (re.compile(r"(?i)(\b(?:pass|pwd|passphrase)=)[^\s,;)}\]]+"), rf"\1{_GONE}"),
+    (re.compile(r"(?i)(\b(?:set-)?cookie[\"']?\s?[=:]).*"), rf"\1 {_GONE}"),
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*"), _GONE),
+    # Tokens that show by their form: Hugging Face, OpenAI, GitHub, GitLab, AWS, Google, NVIDIA, Slack, JSON Web Tokens
+    (
+        re.compile(
+            r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[opsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{12,}|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{20,}|nvapi-[\w-]{12,}"
             r"|xox[abpr]-[\w-]{8,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
         ),
         _GONE,
     ),
-    # https://user:password@host
-    (re.compile(r"(?<=://)[^/\s:@]{1,200}:[^/\s@]{1,200}@"), f"{_GONE}@"),
+    # https://user:password@host, https://token@host, and what is signed or keyed in a query
+    (re.compile(r"(?<=://)[^/\s@]{1,400}@"), f"{_GONE}@"),
+    (re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://[^\s?'\"<>]{1,500}\?)[^\s'\"<>]+"), rf"\1{_GONE}"),
     # What customers wrote is theirs: everything from such a field on goes.
     (
         re.compile(
-            r"(?i)([\"']?\b(?:prompt|messages|content|inputs?|input_value|input_text|text|generated_text)[\"']?\s?[=:]\s?)"
+            r"(?i)([\"']?\b(?:prompt\w{0,20}|messages|content|inputs?|input_value|input_text|text|generated_text"
+            r"|query|question|instructions?|arguments|reasoning(?:_content)?|tool_calls|documents?)[\"']?\s?[=:]\s?)"
             r"[\"'\[{].*"
         ),
         r"\1[left out]",

@@ -426,6 +426,17 @@ def test_how_the_ranks_are_interleaved_does_not_change_the_class(data):
         "token hf_abcdefghijklmnop",
         "https://user:plain-words-key@host/v1",
         "AWS_SECRET_ACCESS_KEY=plain/words+key",
+        "https://host/x?X-Amz-Signature=plain-words-key&X-Amz-Date=1",
+        "https://plain-words-key@host/v1",
+        "redis://:plain-words-key@host",
+        "--hf_token plain-words-key",
+        "HF_TOKEN plain-words-key1",
+        "X-Auth-Token plain-words-key1",
+        "pwd=plain-words-key",
+        "cookie: session=plain-words-key",
+        "AIzaSyabcdefghijklmnopqrstuvwxyz123456",
+        "nvapi-abcdefghijklmnop",
+        "glpat-abcdefghijklmnop",
     ],
 )
 def test_a_secret_in_a_line_of_evidence_is_not_shown(secret):
@@ -442,14 +453,28 @@ def test_secrets_of_the_start_command_reach_no_evidence():
 
 
 @pytest.mark.parametrize(
-    "text", ["max_num_batched_tokens=8192, eos_token_id=2", "#token: 1920, token usage: 0.94", "api_key=None, port=1"]
+    "text",
+    [
+        "max_num_batched_tokens=8192, eos_token_id=2",
+        "#token: 1920, token usage: 0.94",
+        "api_key=None, port=1",
+        "HF_TOKEN is not set",
+        "see https://docs.vllm.ai/en/latest/x",
+    ],
 )
 def test_figures_that_only_sound_like_secrets_stay(text):
     assert presentable(text) == text
 
 
 @pytest.mark.parametrize(
-    "field", ["prompt: 'the words of a customer'", "\"messages\": [{'role': 'the words of a customer'}]"]
+    "field",
+    [
+        "prompt: 'the words of a customer'",
+        "query: 'a customer'",
+        '"arguments": "a customer"',
+        "prompt_text='a customer'",
+        "\"messages\": [{'role': 'the words of a customer'}]",
+    ],
 )
 def test_words_of_customers_are_left_out(field):
     assert "customer" not in presentable(f"ERROR bad request {field}")
