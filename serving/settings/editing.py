@@ -245,7 +245,7 @@ def _edit_mapping(page: "_Page", key: str, entry: _Entry, value: Mapping[str, Sc
     indent = page.indent(min(one.start for one in inner.values()))
     fresh = [line for name, one in value.items() if name not in inner for line in _lines(name, one, "", indent)]
     if fresh:
-        page.add(page.line_end(entry.value_end), fresh)
+        page.add(page.line_end(entry.value_end), fresh, first=True)
 
 
 def _check(before: Settings, after: Settings, changes: Mapping[str, Value | None]) -> None:
@@ -307,9 +307,10 @@ class _Page:
             raise ConfigError(f"{self._path}: {name} does not begin its line; remove it by hand")
         self._cuts.append((start, self.line_end(entry.value_end), ""))
 
-    def add(self, place: int, lines: list[str]) -> None:
-        """New lines before `place`, which is the end of a line or of the text."""
-        self._added.setdefault(place, []).extend(lines)
+    def add(self, place: int, lines: list[str], *, first: bool = False) -> None:
+        """New lines before `place`, which is the end of a line or of the text; `first` of those that go there."""
+        there = self._added.get(place, [])
+        self._added[place] = [*lines, *there] if first else [*there, *lines]
 
     def indent(self, place: int) -> str:
         """What stands before the key at `place` on its line."""

@@ -80,6 +80,11 @@ class Backup:
     size_bytes: int
     uses: tuple[Use, ...] = ()
 
+    @property
+    def is_intact(self) -> bool:
+        """Whether it still has the hash that its name tells."""
+        return Path(self.path).name.endswith(f"-{self.sha256[:_SHORT]}.yaml")
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -141,7 +146,7 @@ def versions(path: str | Path) -> tuple[Backup, ...]:
             if match is not None:
                 content = place.read_bytes()
                 number, digest = int(match[1]), hashlib.sha256(content).hexdigest()
-                found.append(Backup(number, digest, str(place), len(content), uses.get(number, ())))
+                found.append(Backup(number, digest, str(place), len(content), uses.get((number, match[2]), ())))
     return tuple(sorted(found, key=lambda one: one.version))
 
 
@@ -204,12 +209,18 @@ def apply(path: str | Path, text: str | bytes) -> Settings:
 
 def _load(target: Path, version: int) -> tuple[Backup, bytes]:
     stored = versions(target)
-    for one in stored:
-        if one.version == version:
-            content = read_bytes(Path(one.path))
-            if not Path(one.path).name.endswith(f"-{hashlib.sha256(content).hexdigest()[:_SHORT]}.yaml"):
-                raise RecordError(f"{one.path}: was changed since it was stored; its name is no longer its hash")
-            return one, content
+    found = [one for one in stored if one.version == version]
+    if len(found) > 1:
+        # As after a merge of two branches that each stored one.
+        names = ", ".join(Path(one.path).name for one in found)
+        raise RecordError(
+            f"{target}: {len(found)} stored versions have the number {version} ({names}); rename all but one"
+        )
+    for one in found:
+        content = read_bytes(Path(one.path))
+        if hashlib.sha256(content).hexdigest() != one.sha256 or not one.is_intact:
+            raise RecordError(f"{one.path}: was changed since it was stored; its name is no longer its hash")
+        return one, content
     known = ", ".join(str(one.version) for one in stored) or "none; `plimsoll settings backup` stores one"
     raise ConfigError(f"{target}: has no stored version {version}; stored: {known}")
 
@@ -218,7 +229,7 @@ def _store(target: Path, content: bytes, reason: str, at: datetime | None) -> Ba
     folder = _folder(target)
     digest = hashlib.sha256(content).hexdigest()
     stored = versions(target)
-    same = next((one for one in reversed(stored) if one.sha256 == digest), None)
+    same = next((one for one in reversed(stored) if one.sha256 == digest and one.is_intact), None)
     with _disk(folder, "written"):
         if not folder.is_dir():
             folder.mkdir()
@@ -246,19 +257,20 @@ def _note(folder: Path, version: int, digest: str, use: Use) -> None:
         os.close(book)
 
 
-def _uses(folder: Path) -> dict[int, tuple[Use, ...]]:
+def _uses(folder: Path) -> dict[tuple[int, str], tuple[Use, ...]]:
+    """By number and first digits of the hash: numbers alone may come twice after a merge."""
     try:
         raw = (folder / _USES).read_bytes()
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise RecordError(f"{folder / _USES}: cannot be read: {error.strerror or error}") from error
-    found: dict[int, tuple[Use, ...]] = {}
+    found: dict[tuple[int, str], tuple[Use, ...]] = {}
     for line in raw.splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):
             said: Any = json.loads(line)
-            number, use = said["version"], Use(str(said["at"]), str(said["reason"]))
-            found[number] = (*found.get(number, ()), use)
+            key = (said["version"], str(said["sha256"])[:_SHORT])
+            found[key] = (*found.get(key, ()), Use(str(said["at"]), str(said["reason"])))
     return found
 
 

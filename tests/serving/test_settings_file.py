@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,11 @@ def edited(text, changes, reasons=None):
         # A new key goes to the end of the document, as the file has its lines.
         ("model: m\n", {"max_batch_size": 8}, "model: m\nmax_batch_size: 8\n"),
         ("model: m", {"max_batch_size": 8}, "model: m\nmax_batch_size: 8"),
+        (
+            "np: 8\nderived_from:\n  tp: 8\n",
+            {"max_model_len": 9, "derived_from": {"tensor_parallel_size": 4, "gpus": 3}},
+            "np: 8\nderived_from:\n  tp: 4\n  gpus: 3\nmax_model_len: 9\n",
+        ),
         ("model: m\r\n", {"max_batch_size": 8}, "model: m\r\nmax_batch_size: 8\r\n"),
         ("model: m\n\n# tail\n", {"max_batch_size": 8}, "model: m\n\n# tail\nmax_batch_size: 8\n"),
         ("---\nmodel: m\n...\n# tail\n", {"max_batch_size": 8}, "---\nmodel: m\nmax_batch_size: 8\n...\n# tail\n"),
@@ -329,6 +335,30 @@ def test_a_version_that_was_changed_is_refused(file):
             use(file, 1)
     assert file.read_bytes() == OLD
     assert backup(file).version == 2
+
+
+def test_a_version_that_was_changed_by_hand_is_no_backup_of_what_it_says_now(file):
+    first = backup(file)
+    Path(first.path).write_bytes(NEW)
+    file.write_bytes(NEW)
+    second = backup(file)
+    assert second.version == 2
+    file.write_bytes(OLD)
+    restore(file, 2)
+    assert file.read_bytes() == NEW
+
+
+def test_two_versions_of_one_number_are_told_apart_or_refused(file):
+    first = backup(file, reason="ours")
+    other = Path(first.path).with_name("0001-" + sha256(NEW).hexdigest()[:12] + ".yaml")
+    other.write_bytes(NEW)
+    assert [one.uses != () for one in versions(file) if one.sha256 == first.sha256] == [True]
+    with pytest.raises(RecordError, match=r"2 stored versions have the number 1 .*rename"):
+        restore(file, 1)
+    assert file.read_bytes() == OLD
+    other.rename(other.with_name(other.name.replace("0001", "0002")))
+    assert restore(file, 2).version == 2
+    assert file.read_bytes() == NEW
 
 
 def test_a_version_that_is_not_there_is_refused_with_those_that_are(file):
