@@ -136,7 +136,7 @@ def experiment_on(shop, capsys):
     return go
 
 
-def test_a_change_that_proves_itself_is_kept_and_the_ledger_shows_before_and_after(shop, experiment_on):
+def test_changes_that_prove_themselves_are_kept_and_the_ledger_shows_before_and_after(shop, experiment_on):
     code, document = experiment_on("set", "max_num_seqs=8", "--by", "ann")
     assert (code, document["outcome"], document["serving"]) == (0, "kept", True)
     assert shop.settings.read_text() == SETTINGS.replace("max_batch_size: 4", "max_batch_size: 8")
@@ -150,8 +150,9 @@ def test_a_change_that_proves_itself_is_kept_and_the_ledger_shows_before_and_aft
     assert [proof["asked"] for proof in record.detail["limits"]] == [1, 8]
     assert not journal_path(shop.settings).exists()
 
-    code, document = experiment_on("set", "max_num_seqs=6", "--reuse-baseline")
+    code, document = experiment_on("set", "max_num_seqs=6", "max_model_len=4096", "--allow-many", "--reuse-baseline")
     assert (code, document["outcome"]) == (0, "kept")
+    assert "2 settings were changed at once" in shop.records[1].warnings[0]
     assert shop.records[1].before == record.after
     assert f"the baseline is that of record {record.id}" in shop.records[1].warnings
 
@@ -330,11 +331,13 @@ def test_a_change_that_no_log_can_prove_is_not_kept(shop, experiment_on):
     assert "is it the log of this server?" in document["reason"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_rolls_back(shop, number):
+@pytest.mark.parametrize(
+    ("number", "step"), [(signal.SIGINT, "measure"), (signal.SIGTERM, "wait"), (signal.SIGHUP, "restart")]
+)
+def test_a_signal_rolls_back(shop, number, step):
     child = shop.spawn("set", "max_batch_size=8", *ONE)
     try:
-        wait_for(lambda: last_step(shop) == "measure" or child.poll() is not None, "measure")
+        wait_for(lambda: last_step(shop) == step or child.poll() is not None, step)
         child.send_signal(number)
         out, _ = child.communicate(timeout=90)
     finally:
@@ -455,12 +458,6 @@ def test_wrong_usage_is_refused_before_anything_happens(tmp_path, action, words,
     with pytest.raises(ConfigError, match=message):
         experiment.run(parser.parse_args(shop.words(action, *words)))
     assert list(tmp_path.iterdir()) == [shop.settings]
-
-
-def test_many_changes_at_once_are_allowed_with_a_warning_in_the_record(shop, experiment_on):
-    code, document = experiment_on("set", "max_batch_size=8", "max_model_len=4096", "--allow-many", *ONE)
-    assert (code, document["outcome"]) == (0, "kept")
-    assert "2 settings were changed at once" in shop.records[0].warnings[0]
 
 
 def test_a_key_in_the_restart_command_is_refused(tmp_path, monkeypatch):

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from alerts.restart_benefit import RestartVerdict, Sitting
-from plimsoll import restart_experiment
+from plimsoll import experiment, restart_experiment, restarting
+from plimsoll.journal import Journal, journal_path
 from plimsoll.ledger import Conclusion, read_ledger
 from plimsoll.restart_experiment import RestartRun, run_restarts
 from serving.errors import ConfigError, TargetError
@@ -339,7 +340,10 @@ class Shop:
 
 
 @pytest.fixture
-def shop(tmp_path):
+def shop(tmp_path, monkeypatch):
+    # What is held here is no speed, so nothing waits for one that is steady.
+    monkeypatch.setattr(restart_experiment, "_MOST_WARMUPS", 1)
+    monkeypatch.setattr(restarting, "_POLL_SECONDS", 0.1)
     made = Shop(tmp_path)
     try:
         made.wait()
@@ -362,15 +366,31 @@ def test_a_simulated_server_is_restarted_measured_and_left_serving(shop, capfd):
     assert record.before
     assert record.after
     assert shop.settings.read_text() == SETTINGS
+    assert not journal_path(shop.settings).exists()
+
+
+def test_while_restarts_are_measured_no_other_experiment_begins_and_nothing_has_to_be_restored(settings, capsys):
+    words_of_another = words(settings, "http://127.0.0.1:9", "true", "--json")
+    journal = Journal.create(settings, {"kind": "restart", "url": "http://127.0.0.1:9"})
+    with pytest.raises(ConfigError, match="runs, or was killed"):
+        restart_experiment.run(parse(words_of_another))
+    journal.close()  # as a killed one leaves it
+    parser = argparse.ArgumentParser()
+    experiment.add_arguments(parser)
+    assert experiment.run(parser.parse_args(["recover", str(settings), "--json"])) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["outcome"] == "nothing changed"
+    assert "see that the server is up" in document["reason"]
+    assert not journal_path(settings).exists()
 
 
 def test_a_command_that_restarts_nothing_and_one_that_only_stops_are_told(shop, capfd):
-    assert shop.run("--limit", "2", "--age", "1", restart="true") == 4
+    assert shop.run("--limit", "1", "--age", "1", "--concurrency", "1", restart="true") == 4
     document = json.loads(capfd.readouterr().out)
     assert document["serving"] is True
     assert "old server still answers" in document["trouble"]
     stop = shlex.join([sys.executable, str(SCRIPT), "stop", str(shop.folder)])
-    assert shop.run("--limit", "2", restart=stop) == 4
+    assert shop.run("--limit", "1", "--concurrency", "1", restart=stop) == 4
     document = json.loads(capfd.readouterr().out)
     assert document["serving"] is False
     assert document["benefit"] is None
