@@ -72,6 +72,16 @@ def _flag(name: str, kinds: Mapping[str, str] | None = None) -> _Rule:
     return lambda _, value: [name, (kinds or {}).get(str(value).lower(), _word(value))]
 
 
+def _kind(name: str, kinds: Mapping[str, str], strangers: frozenset[str], advice: str) -> _Rule:
+    """A flag for an element type; of those of other engines, that this one would refuse, says so."""
+
+    def rule(_: Settings, value: Scalar) -> list[str] | str:
+        kind = str(value).lower()
+        return advice.format(value) if kind in strangers else [name, kinds.get(kind, _word(value))]
+
+    return rule
+
+
 def _positional(_: Settings, value: Scalar) -> list[str]:
     return [_word(value)]
 
@@ -163,6 +173,12 @@ _GGML_KINDS: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q
 _GGML_SPELLING: Final = {"bfloat16": "bf16", "float16": "f16", "fp16": "f16", "half": "f16", "float32": "f32"}
 
 
+_TORCH_SPELLING: Final = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "float32", "fp32": "float32"}
+"""vLLM and SGLang know the long names, `half` and `float` alone."""
+_STRANGE_KINDS: Final = frozenset(_GGML_KINDS) - {"f16", "bf16"} | {"float32", "fp32"}
+"""Element types of a KV cache that only llama.cpp has."""
+
+
 def _shares_cache(settings: Settings) -> bool:
     """Whether llama.cpp's slots share one cache: as told, or when it is left to choose their number."""
     return settings.max_batch_size is None if settings.kv_unified is None else settings.kv_unified
@@ -241,15 +257,18 @@ _RULES: Final[Mapping[str, Mapping[str, _Rule]]] = {
         "kv_cache_capacity_tokens": _nothing(
             "vLLM counts blocks, and their size is its own affair: --num-gpu-blocks-override, blocks of one copy"
         ),
-        "kv_cache_dtype": _flag(
-            "--kv-cache-dtype", {"bf16": "bfloat16", **dict.fromkeys(("f16", "fp16", "half"), "float16")}
+        "kv_cache_dtype": _kind(
+            "--kv-cache-dtype",
+            {**_TORCH_SPELLING, "half": "float16"},
+            _STRANGE_KINDS,
+            "vLLM has no KV cache of type {}; it has auto, float16, bfloat16 and kinds of fp8",
         ),
         "kv_cache_dtype_k": _PARTS,
         "kv_cache_dtype_v": _PARTS,
         "kv_unified": _one_cache,
         "enable_prefix_cache": _switch("--enable-prefix-caching", "--no-enable-prefix-caching"),
         "quantization": _weights_method(_flag("--quantization")),
-        "dtype": _flag("--dtype"),
+        "dtype": _flag("--dtype", _TORCH_SPELLING),
         "gpu_memory_utilization": _flag("--gpu-memory-utilization"),
         "tensor_parallel_size": _flag("--tensor-parallel-size"),
         "pipeline_parallel_size": _flag("--pipeline-parallel-size"),
@@ -264,19 +283,25 @@ _RULES: Final[Mapping[str, Mapping[str, _Rule]]] = {
     },
     "sglang": {
         "model": _flag("--model-path"),
-        # Counted over all copies, as in the file.
-        "max_batch_size": _flag("--max-running-requests"),
+        # Each copy runs so many, unless --enable-dp-attention divides them, which a serving file cannot ask for.
+        # Source: `self.dp_size` of sglang/srt/model_executor/model_runner.py.
+        "max_batch_size": _per_copy("--max-running-requests"),
         "max_model_len": _flag("--context-length"),
         "max_num_batched_tokens": _flag("--chunked-prefill-size"),
         "physical_batch_tokens": _nothing("SGLang computes the whole chunk at once"),
         "kv_cache_capacity_tokens": _per_copy("--max-total-tokens"),
-        "kv_cache_dtype": _flag("--kv-cache-dtype", {"fp8": "fp8_e4m3"}),
+        "kv_cache_dtype": _kind(
+            "--kv-cache-dtype",
+            {"fp8": "fp8_e4m3"},
+            _STRANGE_KINDS | {"f16", "fp16", "float16", "half"},
+            "SGLang has no KV cache of type {}; it has auto (the model's own), bfloat16, fp8_e4m3 and fp8_e5m2",
+        ),
         "kv_cache_dtype_k": _PARTS,
         "kv_cache_dtype_v": _PARTS,
         "kv_unified": _one_cache,
         "enable_prefix_cache": _switch(None, "--disable-radix-cache"),
         "quantization": _weights_method(_flag("--quantization")),
-        "dtype": _flag("--dtype"),
+        "dtype": _flag("--dtype", _TORCH_SPELLING),
         "gpu_memory_utilization": _flag("--mem-fraction-static"),
         "tensor_parallel_size": _flag("--tp-size"),
         "pipeline_parallel_size": _flag("--pp-size"),

@@ -342,7 +342,12 @@ SETTING_ALIASES: Final[Mapping[str, str]] = {
 _NEGATED: Final = frozenset({"disable_radix_cache"})
 """Names that say the opposite of their canonical key."""
 
-_PER_COPY: Final[Mapping[str, str]] = {"max_num_seqs": "vLLM counts it for each data-parallel copy"}
+_PER_COPY: Final[Mapping[str, str]] = {
+    "max_num_seqs": "vLLM counts it for each data-parallel copy",
+    "max_running_requests": (
+        "SGLang counts it for each data-parallel copy, or over all of them where --enable-dp-attention divides it"
+    ),
+}
 """Names whose value is one copy's, where the canonical key is the whole target's."""
 
 _LOGICAL: Final = (

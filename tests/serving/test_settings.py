@@ -172,8 +172,11 @@ def test_the_names_of_the_tables_lead_to_keys_and_to_one_only():
 def test_a_limit_of_one_copy_is_not_taken_for_the_whole_targets(write):
     message = refusal(write("max_num_seqs: 48\ndata_parallel_size: 2\n"))
     assert ":1: max_num_seqs: vLLM counts it for each data-parallel copy" in message
+    message = refusal(write("max_running_requests: 48\ndp: 2\n"))
+    assert ":1: max_running_requests: SGLang counts it for each data-parallel copy" in message
     assert read_settings(write("max_num_seqs: 48\ndata_parallel_size: 1\n")).max_batch_size == 48
-    assert read_settings(write("max_running_requests: 96\ndp_size: 2\n")).max_batch_size == 96
+    assert read_settings(write("max_running_requests: 96\ndp_size: 1\n")).max_batch_size == 96
+    assert read_settings(write("max_batch_size: 96\ndp_size: 2\n")).max_batch_size == 96
 
 
 @pytest.mark.parametrize("word", ["off", "Off", "no", "none", "'false'", "false", "关闭", "无"])
@@ -543,7 +546,8 @@ def test_every_setting_is_said_or_named_with_the_reason(engine, key):
         ("max_batch_size: 96\ndp: 2\n", "vllm", "--max-num-seqs 48 --data-parallel-size 2", ()),
         ("max_batch_size: 97\ndp: 2\n", "vllm", "--max-num-seqs 48 --data-parallel-size 2", ()),
         ("max_batch_size: 1\ndp: 2\n", "vllm", "--data-parallel-size 2", ("max_batch_size",)),
-        ("max_batch_size: 96\ndp: 2\n", "sglang", "--max-running-requests 96 --dp-size 2", ()),
+        # Without --enable-dp-attention each copy of SGLang runs what the flag says.
+        ("max_batch_size: 96\ndp: 2\n", "sglang", "--max-running-requests 48 --dp-size 2", ()),
         (
             "engine: sglang\nmax_total_tokens: 90000\ndp: 2\n",
             "sglang",
@@ -587,6 +591,17 @@ def test_every_setting_is_said_or_named_with_the_reason(engine, key):
         ("mtp_layers: 1\n", "sglang", "", ("mtp_layers",)),
         ("mtp_layers: 0\nnum_speculative_tokens: 0\n", "vllm", "", ()),
         ("kv_cache_dtype: bf16\n", "vllm", "--kv-cache-dtype bfloat16", ()),
+        ("kv_cache_dtype: half\n", "vllm", "--kv-cache-dtype float16", ()),
+        ("kv_cache_dtype: half\n", "sglang", "", ("kv_cache_dtype",)),
+        ("kv_cache_dtype: q8_0\n", "vllm", "", ("kv_cache_dtype",)),
+        ("kv_cache_dtype: q8_0\n", "sglang", "", ("kv_cache_dtype",)),
+        ("kv_cache_dtype: bf16\n", "sglang", "--kv-cache-dtype bf16", ()),
+        ("kv_cache_dtype: fp8_e5m2\n", "sglang", "--kv-cache-dtype fp8_e5m2", ()),
+        ("kv_cache_dtype: fp8_ds_mla\n", "vllm", "--kv-cache-dtype fp8_ds_mla", ()),
+        # Neither takes the short names of element types.
+        ("dtype: bf16\n", "vllm", "--dtype bfloat16", ()),
+        ("dtype: FP16\n", "sglang", "--dtype float16", ()),
+        ("dtype: half\n", "vllm", "--dtype half", ()),
         ("cpu_offload_gb: 10\n", "vllm", "--cpu-offload-gb 10", ()),
         ("cpu_offload_gb: 10\n", "sglang", "--cpu-offload-gb 10", ()),
         ("cpu_offload_gb: 0.5\n", "sglang", "", ("cpu_offload_gb",)),
