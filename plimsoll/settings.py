@@ -147,9 +147,10 @@ def _diff(arguments: argparse.Namespace) -> _Outcome:
 
 
 def _restore(arguments: argparse.Namespace) -> _Outcome:
-    if arguments.other is None or not arguments.other.isdecimal():
+    version = _version(arguments.other)
+    if version is None:
         raise ConfigError("restore needs the number of a version: `plimsoll settings versions FILE` lists them")
-    one = restore(arguments.file, int(arguments.other), reason=arguments.reason)
+    one = restore(arguments.file, version, reason=arguments.reason)
     settings = read_settings(arguments.file)
     document = {"file": str(arguments.file), "version": _described(one)}
     return document, [f"{clean(str(arguments.file))}: version {one.version} is back"], stale_warning(settings)
@@ -167,14 +168,20 @@ _ACTIONS: Final[Mapping[str, Callable[[argparse.Namespace], _Outcome]]] = {
 
 def _other(file: Path, named: str | None) -> Settings:
     """What a file is compared with: a stored version, the newest where none is named, or another file."""
-    if named is not None and not named.isdecimal():
-        return read_settings(named)
+    version = _version(named)
+    if version is not None:
+        return stored_settings(file, version)
     if named is not None:
-        return stored_settings(file, int(named))
+        return read_settings(named)
     stored = versions(file)
     if not stored:
         raise ConfigError(f"{file}: no version of it is stored; name another file to compare with")
     return stored_settings(file, stored[-1].version)
+
+
+def _version(named: str | None) -> int | None:
+    """The number of a version, where that is what was given."""
+    return int(named) if named is not None and named.isascii() and named.isdigit() and len(named) < 10 else None
 
 
 def _described(one: Backup) -> dict[str, Any]:

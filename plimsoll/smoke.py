@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from monitor.http import converse, open_session, parse_url
 from monitor.process import process_exists
+from monitor.sampler import Tick
 from plimsoll.report import clean
 from plimsoll.witness import Witness, witness
 from serving.clock import NS, SystemClock
@@ -104,6 +105,8 @@ async def _ask(arguments: argparse.Namespace) -> dict[str, Any]:
     elif reach.reached is False:
         verdict, reason = "inconclusive", reach.sign
     tokens = f"{answer.completion_tokens} tokens in {answer.seconds:.2f} s over {answer.api}"
+    if answer.model is not None:
+        tokens += f"; the answer names its model {answer.model!r}"
     told = f"{facts.engine}{f' {facts.version}' if facts.version else ''}, model {facts.model}"
     return {
         "schema": "plimsoll.smoke/1",
@@ -140,14 +143,30 @@ async def _connect(host: str, port: int) -> float | None:
 async def _judge_reach(seen: Witness, begun_ns: int, *, is_preallocated: bool) -> Reach:
     before = seen.ticks[-1].values if seen.ticks[-1].t_ns < begun_ns else {}
     before = next((tick.values for tick in reversed(seen.ticks) if tick.t_ns < begun_ns and tick.up), before)
-    idle = seen.memory([tick for tick in seen.ticks if tick.t_ns < begun_ns])
+    head = [tick for tick in seen.ticks if tick.t_ns < begun_ns]
+    idle = seen.memory(head)
     deadline_ns = seen.clock.now_ns() + round(_TAIL_SECONDS * NS)
     while True:
         tick = await seen.next()
         rise = seen.memory(seen.between(begun_ns), max).minus(idle)
         rises = [*rise.gpus.values(), *([rise.process_bytes] if rise.process_bytes is not None else [])]
         moved = max(rises) if rises else None
-        reach = judge_reach(before, tick.values, moved, is_preallocated=is_preallocated)
+        reach = judge_reach(
+            before,
+            tick.values,
+            moved,
+            is_preallocated=is_preallocated,
+            others_ran=_others_ran(head, seen.between(begun_ns)),
+            restart=seen.restart,
+        )
         # A counter that stands still may be one that is published late.
         if reach.reached is not False or tick.t_ns > deadline_ns:
             return reach
+
+
+def _others_ran(before: list[Tick], since: list[Tick]) -> bool:
+    """Whether any request but ours was seen on the server."""
+    busy = [tick.values.get("requests_running", 0.0) + tick.values.get("requests_waiting", 0.0) for tick in before]
+    return (
+        max(busy, default=0.0) > 0 or max((tick.values.get("requests_running", 0.0) for tick in since), default=0.0) > 1
+    )

@@ -31,6 +31,7 @@ class SmokeResult:
         completion_tokens: from usage, or None.
         seconds: request to last byte, of the request that gave this result.
         reason: why it did not generate, for people; None when it did.
+        model: the name by which the answer calls its model, where that is another than was asked for.
     """
 
     answered: bool
@@ -40,6 +41,7 @@ class SmokeResult:
     completion_tokens: int | None
     seconds: float
     reason: str | None = None
+    model: str | None = None
 
 
 def smoke(model: str, *, timeout_s: float = 120.0) -> Conversation[SmokeResult]:
@@ -95,6 +97,8 @@ def judge_reach(
     memory_moved_bytes: float | None,
     *,
     is_preallocated: bool,
+    others_ran: bool = False,
+    restart: str | None = None,
 ) -> Reach:
     """Whether one answered request reached the model.
 
@@ -103,14 +107,23 @@ def judge_reach(
         after: the same after it.
         memory_moved_bytes: how far memory rose during the request; None where memory cannot be seen.
         is_preallocated: the engine takes memory for the KV cache at its start, so that none need move.
+        others_ran: other requests ran on the server at that time, and may have moved what moved.
+        restart: why the server is known to have been restarted meanwhile.
     """
     exempt = "memory need not move: the engine takes it for the KV cache at its start"
     told = [name for name in _SIGNS if name in before and name in after]
+    fell = next((name for name in told if after[name] < before[name]), None)
+    if restart is not None or fell is not None:
+        why = restart or f"{fell} fell from {before[fell or '']:g} to {after[fell or '']:g}"
+        return Reach(reached=False, sign=f"the server was restarted meanwhile, or its metrics are of several: {why}")
     moved = next((name for name in told if after[name] > before[name]), None)
+    if moved is not None and others_ran:
+        sign = f"{moved} grew by {after[moved] - before[moved]:g}, but other requests ran too and may have moved it"
+        return Reach(reached=None, sign=sign)
     if moved is not None:
         sign = f"{moved} grew by {after[moved] - before[moved]:g}"
         return Reach(reached=True, sign=f"{sign}; {exempt}" if is_preallocated else sign)
-    if memory_moved_bytes is not None and memory_moved_bytes >= _MOVED_BYTES:
+    if memory_moved_bytes is not None and memory_moved_bytes >= _MOVED_BYTES and not others_ran:
         return Reach(reached=True, sign=f"memory rose by {memory_moved_bytes / 2**20:.0f} MiB during the request")
     if told:
         return Reach(
@@ -164,13 +177,13 @@ def _judge(answer: HttpAnswer, api: Api, model: str) -> SmokeResult:
         # The body may hold generated text, which is not ours to keep.
         kind = answer.headers.get("content-type", "no content type")[:100]
         return failed(f"HTTP 200, but the body is not a JSON object ({kind})")
-    if page.get("error"):
+    if page.get("error") or page.get("object") == "error":
         return failed(f"HTTP 200, but an error inside: {_message(answer)}")
     usage = page.get("usage")
     if isinstance(usage, dict):
         prompt_tokens, completion_tokens = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
     if not _has_text(page):
-        return failed("the answer holds no text", answered=True)
+        return failed("the answer holds no text but white space", answered=True)
     if not completion_tokens:
         return failed("the answer holds text, but usage counts no completion tokens", answered=True)
     return SmokeResult(
@@ -180,7 +193,13 @@ def _judge(answer: HttpAnswer, api: Api, model: str) -> SmokeResult:
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         seconds=answer.seconds,
+        model=_other_name(page.get("model"), model),
     )
+
+
+def _other_name(named: Any, asked: str) -> str | None:
+    """As the answer names its model, cut; engines may answer with a path, gateways with what they took instead."""
+    return named[:_MESSAGE_LIMIT] if isinstance(named, str) and named and named != asked else None
 
 
 def _has_text(page: dict[str, Any]) -> bool:
@@ -192,7 +211,7 @@ def _has_text(page: dict[str, Any]) -> bool:
     # A reasoning model may spend all eight tokens thinking.
     fields = ("content", "reasoning_content", "reasoning")
     texts = [message.get(name) for name in fields] if isinstance(message, dict) else [choice.get("text")]
-    return any(isinstance(text, str) and text for text in texts)
+    return any(isinstance(text, str) and text.strip() for text in texts)
 
 
 def _count(value: Any) -> int | None:
