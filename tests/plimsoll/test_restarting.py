@@ -3,11 +3,13 @@
 import asyncio
 import socket
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from monitor.http import parse_url
 from monitor.sampler import Tick
+from plimsoll import restarting
 from plimsoll.restarting import (
     Before,
     LogMark,
@@ -16,6 +18,7 @@ from plimsoll.restarting import (
     listening_sockets,
     run_restart,
 )
+from serving.clock import SystemClock
 
 OLD = Tick(
     1, up=True, values={"generation_tokens_total": 900.0}, server_mark=None, process_mark="process 7 started 70 ticks"
@@ -71,6 +74,38 @@ def test_two_servers_that_share_a_port_are_seen():
         with listener(base.port):
             now = listening_sockets(base)
         assert (len(now), before < now) == (2, True)
+
+
+def test_what_answers_is_not_new_while_the_old_server_still_listens_beside_it(monkeypatch, tmp_path):
+    async def converse(*_):
+        return SimpleNamespace(engine="vllm", model="m", generated=True)
+
+    async def look(*_):
+        return replace(OLD, process_mark="process 8 started 90 ticks")
+
+    monkeypatch.setattr(restarting, "converse", converse)
+    monkeypatch.setattr(restarting, "look", look)
+    monkeypatch.setattr(restarting, "_POLL_SECONDS", 0.001)
+
+    def wait(sockets):
+        monkeypatch.setattr(restarting, "listening_sockets", lambda _: frozenset(sockets))
+        return asyncio.run(
+            restarting.wait_until_new(
+                None,
+                parse_url("http://127.0.0.1:9"),
+                SystemClock(),
+                model=None,
+                before=Before(OLD, frozenset({"1"})),
+                log=LogMark.now(tmp_path / "log"),
+                engine="vllm",
+                limit_seconds=0.01,
+            )
+        )
+
+    told = wait({"1", "2"})
+    assert "two servers listen at port 9" in told
+    assert wait({"2"}).engine == "vllm"
+    assert wait({"1"}).engine == "vllm"  # one socket for good, as a supervisor or systemd holds it
 
 
 def test_a_server_that_is_stuck_does_not_count_as_gone():

@@ -258,6 +258,34 @@ def test_kv_use_that_does_not_settle_is_told_and_no_more(folder):
     assert (state.outcome, state.trouble) == (Outcome.ROLLED_BACK, "settle back went badly")
 
 
+def test_a_lost_server_is_restarted_twice_each_time_and_told_without_what_was_told_before(folder):
+    fails = {Step.CHECK: Verdict.FAILED, Step.WAIT_BACK: Verdict.FAILED, Step.RECORD: Verdict.FAILED}
+    world = FakeWorld(folder, fails=fails)
+    state = go(world)
+    assert world.performed.count(Step.RESTART_BACK) == 2
+    # That the ledger cannot be written as well does not make it a small matter.
+    assert state.outcome is Outcome.LOST
+    again = recovered(state)
+    assert (again.step, again.attempts, again.trouble) == (Step.RESTORE, 0, "")
+
+
+def test_what_a_full_disk_cut_off_is_taken_out_of_the_journal_again(folder, monkeypatch):
+    with Journal.create(folder / "s.yaml", {}) as journal:
+        journal.write(State(), {})
+        whole = journal.path.read_bytes()
+        with monkeypatch.context() as patch:
+            write = os.write
+            patch.setattr(os, "write", lambda handle, data: write(handle, data[:10]))
+            with pytest.raises(RecordError, match="disk full"):
+                journal.write(State(), {})
+        assert journal.path.read_bytes() == whole
+
+
+def test_a_restart_that_began_is_a_touch_before_it_has_ended():
+    at = advance(State(step=Step.EDIT, changes=CHANGE.changes), Seen(), CHANGE)
+    assert (at.step, at.touched) == (Step.RESTART, True)
+
+
 def test_what_the_old_server_is_as_bad_at_was_not_the_change(folder):
     fails = {Step.MEASURE: Verdict.WORSE, Step.SETTLE_BACK: Verdict.INCONCLUSIVE}
     state = go(FakeWorld(folder, fails=fails))
