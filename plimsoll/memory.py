@@ -48,6 +48,8 @@ _WORDS = "The ship was loaded until the water reached the line painted on her hu
 """What the prompt repeats; about one token a word in most vocabularies."""
 _WORD_COUNT = len(_WORDS.split())
 _NOISE_BYTES = 2**20
+_FOREIGN_SHARE, _FOREIGN_TOKENS = 1.25, 16
+"""Tokens above which a server must have worked for others; engines may count those that a stop cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ async def _measure(
         failed,
         estimate,
         is_preallocated=ENGINES[facts.engine].dialect.preallocates_kv_cache,
+        warm_tokens=warm.completion_tokens or 0,
     )
 
 
@@ -271,6 +274,7 @@ def conclude(
     estimate: Estimate | None,
     *,
     is_preallocated: bool,
+    warm_tokens: int = 0,
 ) -> dict[str, Any]:
     """The document of a measurement: figures, what they mean, and whether they can be trusted."""
     notes: list[str] = []
@@ -283,6 +287,10 @@ def conclude(
         verdict, reason = "fail", f"a request was not answered: {failed}"
     elif seen.restart is not None:
         verdict, reason = "inconclusive", f"the server was restarted meanwhile: {seen.restart}"
+    elif (
+        elsewhere := _made_elsewhere(idle, seen, warm_tokens + sum(cost.completion_tokens for cost in costs))
+    ) is not None:
+        verdict, reason = "inconclusive", elsewhere
     elif foreign:
         verdict, reason = "inconclusive", "other requests ran meanwhile; measure a server without traffic"
     growth = _growth(costs) if len(costs) == 2 else None
@@ -329,6 +337,26 @@ def conclude(
         "comparison": _compare(growth, estimate, is_preallocated=is_preallocated),
         "notes": notes,
     }
+
+
+def _made_elsewhere(idle: list[Tick], seen: Witness, answered: int) -> str | None:
+    """Why the tokens that were answered are not those that the server counted; None where they may be."""
+    name = "generation_tokens_total"
+    counts = [tick.values[name] for tick in [*idle[:1], *seen.ticks[-1:]] if name in tick.values]
+    if len(counts) < 2 or not answered:
+        return None
+    made = counts[1] - counts[0]
+    if made == 0:
+        return (
+            f"{answered:,} tokens were answered, and {name} of this server stood still: a gateway, a cache or another "
+            "replica answered; give the URL of the engine itself"
+        )
+    if made > _FOREIGN_SHARE * answered + _FOREIGN_TOKENS:
+        return (
+            f"other requests ran meanwhile: the server made {made:,.0f} tokens, and {answered:,} of them were asked for "
+            "here"
+        )
+    return None
 
 
 def _use(use: MemoryUse) -> dict[str, Any]:

@@ -88,6 +88,25 @@ def test_what_spoils_a_measurement_makes_it_inconclusive(spoilt, reason):
     assert reason in found["reason"]
 
 
+@pytest.mark.parametrize(
+    ("made", "verdict", "says"),
+    [
+        (0, "inconclusive", "stood still: a gateway"),
+        (432, "pass", "measured"),
+        (440, "pass", "measured"),
+        (5000, "inconclusive", "other requests ran meanwhile: the server made 5,000 tokens, and 432"),
+    ],
+)
+def test_the_tokens_that_the_server_counts_must_be_those_that_were_asked_for(made, verdict, says):
+    idle = [tick(0, gpu=1.0, generation_tokens_total=100.0)]
+    seen = Witness(FakeClock())
+    seen.on_tick(tick(9, gpu=1.0, generation_tokens_total=100.0 + made))
+    costs = [cost(100, gpu=0.0, kv_tokens=110), cost(300, gpu=0.0, kv_tokens=310)]
+    found = conclude("http://x", FACTS, idle, seen, costs, None, None, is_preallocated=True, warm_tokens=32)
+    assert found["verdict"] == verdict
+    assert says in found["reason"]
+
+
 def test_a_request_that_was_not_answered_fails_the_measurement():
     found = concluded([], failed="HTTP 500: out of memory")
     assert (found["verdict"], found["growth_per_output_token"]) == ("fail", None)
