@@ -353,8 +353,8 @@ def _made_elsewhere(idle: list[Tick], seen: Witness, answered: int) -> str | Non
         )
     if made > _FOREIGN_SHARE * answered + _FOREIGN_TOKENS:
         return (
-            f"other requests ran meanwhile: the server made {made:,.0f} tokens, and {answered:,} of them were asked for "
-            "here"
+            f"other requests ran meanwhile: the server made {made:,.0f} tokens, and {answered:,} of them were asked "
+            "for here"
         )
     return None
 
