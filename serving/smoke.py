@@ -183,7 +183,7 @@ def _judge(answer: HttpAnswer, api: Api, model: str) -> SmokeResult:
     if isinstance(usage, dict):
         prompt_tokens, completion_tokens = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
     if not _has_text(page):
-        return failed("the answer holds no text but white space", answered=True)
+        return failed("the answer holds no text, or only white space", answered=True)
     if not completion_tokens:
         return failed("the answer holds text, but usage counts no completion tokens", answered=True)
     return SmokeResult(
