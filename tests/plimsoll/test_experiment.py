@@ -27,7 +27,7 @@ from serving.errors import ConfigError
 from serving.settings import read_settings
 
 SCRIPT = Path(__file__).with_name("restart_server.py")
-QUICK = ("--prompt-tokens", "64", "--output-tokens", "24", "--rounds", "2", "--limit", "60")
+QUICK = ("--prompt-tokens", "64", "--output-tokens", "8", "--rounds", "2", "--limit", "60")
 """A short load whose speeds are not judged: this machine has others on it, and what is held here is no speed."""
 ONE = ("--concurrency", "1")
 """One level only, where nobody looks at the figures of more requests at once."""
@@ -199,7 +199,7 @@ def test_a_server_that_dies_of_the_burst_is_rolled_back(shop, experiment_on):
 )
 def test_a_slow_change_is_told_from_a_machine_that_became_slow(shop, experiment_on, slow_when, code, verdict, said):
     fault = f'$(grep -q "{slow_when}" $PLIMSOLL_SETTINGS && echo --fault step_slowdown=4)'
-    words = ("--allow-worse", "0.5", *ONE)
+    words = ("--allow-worse", "0.5", "--output-tokens", "16", *ONE)
     found, document = experiment_on("set", "max_batch_size=8", *words, restart=f"{shop.restart} {fault}")
     assert (found, document["verdict"], document["outcome"], document["serving"]) == (
         code,
@@ -349,7 +349,7 @@ def test_a_signal_rolls_back(shop, number, step):
 
 
 def test_a_sweep_measures_each_value_and_the_old_one_comes_back(shop, experiment_on):
-    code, document = experiment_on("sweep", "max_batch_size=2,8")
+    code, document = experiment_on("sweep", "max_batch_size=2,8", "--output-tokens", "24")
     assert (code, document["outcome"], document["serving"]) == (0, "rolled back", True)
     assert [(trial["label"], trial["verdict"]) for trial in document["trials"]] == [
         ("max_batch_size=2", "ok"),
