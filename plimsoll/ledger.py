@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from rich import box
@@ -68,6 +69,14 @@ _MAX_FILE_BYTES = 256 * 2**20
 _TREND_RECORDS = 8
 """Records below which a trend is not asked for: the interval's approximation needs about so many."""
 _TREND_LIMIT = 500
+_TREND_ERROR = 0.01
+"""How often chance may make a decline of any figure."""
+_SCATTER_RECORDS = 5
+"""Records from which on they tell themselves how much records differ."""
+_SCATTER_LIMIT = 4.0
+"""Standard deviations of records that chance may make; more where few records tell what one is."""
+_NORMAL_BY_MAD = 1.4826
+"""Standard deviation of a normal distribution by its median absolute deviation."""
 _DAY_SECONDS = 86_400
 _LONGEST_TEXT = 2000
 _MUST_AGREE = (
@@ -486,9 +495,10 @@ def regress(page: LedgerPage, record: Record | None = None, *, allowed_ratio: fl
     """Hold a record's figures against the best comparable record before it, and look for slow decline over all.
 
     Comparable are records of the same model, engine, split, load and precision. The best of many is best partly by
-    luck; against that a figure counts as worse only when its rounds lie wholly outside the baseline's as well.
-    Decline is Theil and Sen's slope over time with its 99 % interval, from eight records on; half of `allowed_ratio`
-    over the whole time is enough to be flagged when the interval excludes no change.
+    luck; against that a figure counts as worse only when its rounds lie wholly outside the baseline's, by as much as
+    rounds of one record differ, and, where there are enough records to tell, outside what those differ by themselves.
+    Decline is Theil and Sen's slope over time with its interval, 99 % for all figures together, from eight records on;
+    half of `allowed_ratio` over the whole time is enough to be flagged when the interval excludes no change.
 
     Args:
         page: the ledger.
@@ -516,8 +526,14 @@ def regress(page: LedgerPage, record: Record | None = None, *, allowed_ratio: fl
         and (state := item.served()) is not None
     ]
     best = max(past, key=lambda pair: _advantage(pair[1], figures), default=None)
-    comparisons = () if best is None else tuple(compare(best[1], figures, allowed_ratio=allowed_ratio))
+    found = [] if best is None else compare(best[1], figures, allowed_ratio=allowed_ratio)
+    comparisons = tuple(_doubted(item, [known[item.name] for _, known in past if item.name in known]) for item in found)
     declines, notes = _declines([*past, (record, figures)], allowed_ratio)
+    if best is not None and len(past) < _SCATTER_RECORDS:
+        notes.append(
+            f"how much records differ by themselves, as after restarts, is known from {_SCATTER_RECORDS} earlier records "
+            f"on; there are {len(past)}"
+        )
     worse = [item for item in comparisons if item.judged and item.judgement is Judgement.WORSE]
     falling = [item for item in declines if item.flagged]
     if worse or falling:
@@ -540,6 +556,22 @@ def regress(page: LedgerPage, record: Record | None = None, *, allowed_ratio: fl
     )
 
 
+def _doubted(item: Comparison, past: Sequence[Figure]) -> Comparison:
+    """The comparison; of a worse figure that chance makes as bad, that it is the same."""
+    rule = rule_of(item.name)
+    if item.judgement is not Judgement.WORSE or rule is None or rule.absolute:
+        return item
+    old, new = item.before, item.after
+    gap = old.low - new.high if rule.higher_is_better else new.low - old.high
+    by_chance = gap < ((old.high - old.low) + (new.high - new.low)) / 2
+    if len(past) >= _SCATTER_RECORDS:
+        values = [known.value for known in past]
+        middle = median(values)
+        scatter = _NORMAL_BY_MAD * median(abs(value - middle) for value in values)
+        by_chance = abs(new.value - middle) <= _SCATTER_LIMIT * (1 + 4 / len(values)) * scatter
+    return replace(item, judgement=Judgement.SAME) if by_chance else item
+
+
 def _advantage(baseline: Figures, figures: Figures) -> float:
     """How much better a baseline is: the mean logarithm of the ratios of the judged figures, better being positive."""
     gains = []
@@ -556,13 +588,17 @@ def _declines(history: Sequence[tuple[Record, Figures]], allowed_ratio: float) -
     if len(history) < _TREND_RECORDS:
         return [], [f"slow decline is judged from {_TREND_RECORDS} comparable records on; there are {len(history)}"]
     history = sorted(history, key=lambda pair: pair[0].t_ns)[-_TREND_LIMIT:]
-    found = []
+    judged: dict[str, list[tuple[float, float]]] = {}
     for name in history[-1][1]:
         rule = rule_of(name)
         points = [(record.t_ns / NS / _DAY_SECONDS, known[name].value) for record, known in history if name in known]
-        if rule is None or not rule.judged or rule.absolute or len(points) < _TREND_RECORDS:
-            continue
-        trend = theil_sen(points)
+        if rule is not None and rule.judged and not rule.absolute and len(points) >= _TREND_RECORDS:
+            judged[name] = points
+    found = []
+    for name, points in judged.items():
+        rule = RULES[name.partition("@")[0]]
+        # Of several figures that are asked at once each has its share of the error (Bonferroni).
+        trend = theil_sen(points, confidence=1 - _TREND_ERROR / len(judged))
         days = points[-1][0] - points[0][0]
         level = sorted(value for _, value in points)[len(points) // 2] if trend is not None else 0.0
         if trend is None or level <= 0:

@@ -16,6 +16,7 @@ from plimsoll.figures import Comparison, Figure, Judgement, compare, figure_of, 
 from plimsoll.ledger import (
     Change,
     Conclusion,
+    LedgerPage,
     Record,
     add_arguments,
     append,
@@ -531,3 +532,35 @@ def test_the_ledger_is_light_to_import():
     code = "import plimsoll.ledger, sys; print({'numpy', 'locust', 'gevent', 'aiohttp'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def noisy(path, rng, levels, noise, rounds=3):
+    """A ledger whose records are rounds of normal noise about these levels."""
+    records = []
+    for day, level in enumerate(levels):
+        values = sorted(level * (1 + rng.gauss(0, noise)) for _ in range(rounds))
+        base = record(day, decode=values[1])
+        figure = Figure(values[1], values[0], values[-1], rounds)
+        named = {f"decode_tokens_per_second@{level}": figure for level in (1, 8)}
+        records.append(replace(base, after=named, line=day + 1))
+    return LedgerPage(path, tuple(records))
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.05])
+@pytest.mark.parametrize("count", [2, 10, 30])
+def test_noise_alone_is_hardly_ever_called_a_regression(path, noise, count):
+    verdicts = [regress(noisy(path, random.Random(seed), [50.0] * count, noise)).verdict for seed in range(200)]
+    assert verdicts.count("fail") <= 4
+
+
+@pytest.mark.parametrize("levels", [[50.0] * 9 + [42.5], [50.0 * (1 - 0.1 * day / 29) for day in range(30)]])
+def test_a_jump_and_a_slow_decline_are_found_through_that_noise(path, levels):
+    verdicts = [regress(noisy(path, random.Random(seed), levels, 0.02)).verdict for seed in range(100)]
+    assert verdicts.count("fail") >= 97
+
+
+def test_with_few_records_it_is_said_that_their_own_scatter_is_unknown(path):
+    page = noisy(path, random.Random(1), [50.0] * 3, 0.01)
+    assert any("how much records differ by themselves" in note for note in regress(page).notes)
+    page = noisy(path, random.Random(1), [50.0] * 9, 0.01)
+    assert not any("differ by themselves" in note for note in regress(page).notes)
