@@ -14,6 +14,7 @@ import math
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -317,10 +318,22 @@ def _read_line(line: bytes, place: int) -> Record | None:
     if len(line) > _MAX_LINE_BYTES:
         return None
     try:
-        document = json.loads(line)
+        # JSON knows no NaN and no Infinity: such a line could be read and never be told.
+        document = json.loads(line, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
     return read_record(document, place)
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(word)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def read_record(document: Any, place: int = 0) -> Record | None:
@@ -384,11 +397,16 @@ def _figures(value: Any) -> dict[str, Figure]:
     found = {}
     for name, item in _mapping(value).items():
         parts = [item.get(key) for key in ("value", "low", "high")] if isinstance(item, dict) else [None]
-        if all(isinstance(part, int | float) and not isinstance(part, bool) and math.isfinite(part) for part in parts):
+        if all(_is_figure(part) for part in parts):
             value, low, high = (float(item[key]) for key in ("value", "low", "high"))
             samples = item.get("samples")
             found[name] = Figure(value, low, high, samples if isinstance(samples, int) else 1)
     return found
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether it is a number that a float can be."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def find(page: LedgerPage, name: str) -> Record:
@@ -531,7 +549,7 @@ def regress(page: LedgerPage, record: Record | None = None, *, allowed_ratio: fl
     declines, notes = _declines([*past, (record, figures)], allowed_ratio)
     if best is not None and len(past) < _SCATTER_RECORDS:
         notes.append(
-            f"how much records differ by themselves, as after restarts, is known from {_SCATTER_RECORDS} earlier records "
+            f"how much records differ by themselves, as after restarts, is known from {_SCATTER_RECORDS} earlier ones "
             f"on; there are {len(past)}"
         )
     worse = [item for item in comparisons if item.judged and item.judgement is Judgement.WORSE]
@@ -770,9 +788,7 @@ def _from_run(path: Path) -> tuple[dict[str, Figure], dict[str, Any], dict[str, 
         "kv_cache_usage_peak_ratio": _mapping(stage.get("kv_cache_usage_ratio")).get("max"),
     }
     figures = {
-        name: Figure(float(value), float(value), float(value))
-        for name, value in found.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        name: Figure(float(value), float(value), float(value)) for name, value in found.items() if _is_figure(value)
     }
     detail = {
         "run": str(result.get("run") or path.name),

@@ -564,3 +564,27 @@ def test_with_few_records_it_is_said_that_their_own_scatter_is_unknown(path):
     assert any("how much records differ by themselves" in note for note in regress(page).notes)
     page = noisy(path, random.Random(1), [50.0] * 9, 0.01)
     assert not any("differ by themselves" in note for note in regress(page).notes)
+
+
+@pytest.mark.parametrize(
+    ("part", "is_kept"),
+    [
+        ('"settings": {"a": NaN}', False),
+        ('"detail": {"a": -Infinity}', False),
+        ('"later": 1e999', False),
+        (
+            f'"figures": {{"after": {{"decode_tokens_per_second@1": {{"value": 1{"0" * 400}, "low": 1, "high": 1}}}}}}',
+            True,
+        ),
+    ],
+)
+def test_numbers_that_json_or_a_float_cannot_hold_spoil_no_answer(path, command, part, is_kept):
+    append(path, record(0))
+    with path.open("a") as ledger:
+        ledger.write(f'{{"schema": "plimsoll.ledger/1", "id": "odd", "t_ns": {T_NS}, {part}}}\n')
+    append(path, record(1))
+    for words in (["show"], ["regress"]):
+        code, document = command(*words, str(path))
+        assert code in (0, 1, 3)
+        json.dumps(document, allow_nan=False)
+    assert ("odd" in [item.id for item in read_ledger(path).records]) is is_kept
