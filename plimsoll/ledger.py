@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from rich import box
 from rich.console import Console
@@ -404,7 +404,7 @@ def _figures(value: Any) -> dict[str, Figure]:
     return found
 
 
-def _is_figure(value: Any) -> bool:
+def _is_figure(value: Any) -> TypeGuard[float]:
     """Whether it is a number that a float can be."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 

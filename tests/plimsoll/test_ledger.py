@@ -588,3 +588,12 @@ def test_numbers_that_json_or_a_float_cannot_hold_spoil_no_answer(path, command,
         assert code in (0, 1, 3)
         json.dumps(document, allow_nan=False)
     assert ("odd" in [item.id for item in read_ledger(path).records]) is is_kept
+
+
+@pytest.mark.parametrize(
+    ("low", "judgement"), [(0.205, Judgement.SAME), (0.2101, Judgement.WORSE), (0.195, Judgement.SAME)]
+)
+def test_times_that_rise_are_worse_only_when_their_rounds_lie_apart(low, judgement):
+    before = {"ttft_seconds@8": Figure(0.2, 0.19, 0.21, 3)}
+    after = {"ttft_seconds@8": Figure(0.25, low, 0.26, 3)}
+    assert [item.judgement for item in compare(before, after, allowed_ratio=0.05)] == [judgement]

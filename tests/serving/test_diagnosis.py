@@ -715,6 +715,20 @@ def test_of_a_flood_of_unknown_errors_the_last_is_shown_and_none_after_the_stop(
     assert stopped.last_error.line == 502
 
 
+def test_of_a_flood_about_a_stop_only_what_came_before_it_counts():
+    rnd = random.Random(8)
+
+    def flood(count):
+        words = ("".join(rnd.choice("ghijklmnopqrstuvwxyz") for _ in range(12)) for _ in range(count))
+        return "".join(f"RuntimeError: CUDA out of memory in {word}\n" for word in words)
+
+    stop = "[shutdown] API server: shutdown triggered\n"
+    log = LogReader()
+    for line, text in ((1, READY + flood(3000)), (3002, flood(2000) + stop + flood(2000))):
+        log.take(Block(line, text.encode()))
+    assert log.finish().diagnosis.evidence[0].times == 5000
+
+
 def test_frames_of_requests_that_failed_do_not_hide_those_of_the_next_start():
     request = 'Traceback (most recent call last):\n  File "a.py", line 3, in load_model\nValueError: no\n' + ANSWER
     start = "vLLM API server version 0.9\n"

@@ -630,3 +630,9 @@ def test_every_key_and_alias_is_documented():
     assert [key for key in (*SETTING_KEYS, *keys._DERIVED_ONLY) if f"| `{key}`" not in text] == []
     assert [alias for alias in (*SETTING_ALIASES, *ENGINE_ALIASES) if f"`{alias}`" not in text] == []
     assert set(DERIVED_KEYS) <= {*SETTING_KEYS, *keys._DERIVED_ONLY}
+
+
+def test_without_a_batch_size_nothing_is_stale(write):
+    text = "tp: 4\nderived_from:\n  tp: 8\n"
+    assert read_settings(write(text)).stale == ()
+    assert [one.key for one in read_settings(write("np: 8\n" + text)).stale] == ["tensor_parallel_size"]

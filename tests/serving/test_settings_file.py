@@ -637,3 +637,21 @@ def test_a_writer_killed_in_mid_work_leaves_a_whole_file_and_whole_versions(file
     assert len(versions(file)) == 2
     with locked(file):
         pass
+
+
+def test_content_is_forced_to_the_disk_before_the_name_changes_and_the_folder_after(file, monkeypatch):
+    calls = []
+    force, rename = os.fsync, Path.replace
+
+    def fsync(handle):
+        calls.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        force(handle)
+
+    def replace(self, target):
+        calls.append("rename")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    apply(file, NEW)
+    assert calls == ["file", "rename", "folder"]
