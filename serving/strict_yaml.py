@@ -183,6 +183,9 @@ def read_yaml(path: Path) -> Node:
         ConfigError: the file cannot be read, is not YAML, or is empty.
     """
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            # A pipe would be waited for without end.
+            raise ConfigError(f"{path}: is not a regular file")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:

@@ -241,6 +241,15 @@ async def test_the_api_key_goes_to_the_target_and_to_no_one_else(monkeypatch: py
         assert (await ask(base_url)).text() == "none"
 
 
+async def test_a_key_too_short_to_be_a_secret_leaves_answers_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def reveal(_: web.Request) -> web.Response:
+        return web.json_response({"token": "k", "usage": 1})
+
+    monkeypatch.setenv("PLIMSOLL_API_KEY", "k")
+    async with served(reveal) as base_url:
+        assert (await ask(base_url)).json() == {"token": "k", "usage": 1}
+
+
 async def test_a_key_that_no_header_carries_is_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLIMSOLL_API_KEY", "sk-secret\nX-Evil: 1")
     with pytest.raises(ConfigError) as caught:

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,3 +114,10 @@ def test_any_bytes_are_a_document_or_a_config_error(tmp_path_factory, raw):
         node.mapping()
     except ConfigError as error:
         assert str(path) in str(error)  # noqa: PT017 - either outcome is right
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_yaml(pipe)
