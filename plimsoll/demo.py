@@ -33,7 +33,8 @@ EXAMPLES = """examples:
   plimsoll demo --workload long-document --out /tmp/demo --json"""
 
 SLOTS = 8
-STAGE_SECONDS = 9.0
+STAGE_SECONDS = 6.0
+INTERVAL_SECONDS = 0.5
 _START_LIMIT_SECONDS = 30.0
 
 SIMULATED = ("--engine", "vllm", "--model", "hy3", "--gpu", "h200", "--gpus", "8", "--max-batch", "16")
@@ -75,6 +76,7 @@ def _on_real(workload: str, folder: Path, console: Console) -> dict[str, Any]:
             url=server.url,
             workload=workload,
             stage_seconds=STAGE_SECONDS,
+            interval_seconds=INTERVAL_SECONDS,
             log=server.log_path,
             out=folder / "run.db",
             pid=server.pid,
@@ -95,6 +97,7 @@ def _on_simulated(workload: str, folder: Path, console: Console) -> dict[str, An
             url=server["url"],
             workload=workload,
             stage_seconds=STAGE_SECONDS,
+            interval_seconds=INTERVAL_SECONDS,
             log=log,
             out=folder / "run.db",
             pid=server["pid"],
