@@ -178,7 +178,9 @@ def test_a_server_that_clamps_the_value_is_rolled_back_with_the_line_that_says_s
 
 
 def test_a_batch_limit_that_was_cut_in_silence_shows_in_the_burst(shop, experiment_on):
-    _, document = experiment_on("set", "max_batch_size=40", *ONE, restart=f"{shop.restart} --fault clamp_max_batch=5")
+    _, document = experiment_on(
+        "set", "max_batch_size=40", *ONE, "--output-tokens", "96", restart=f"{shop.restart} --fault clamp_max_batch=5"
+    )
     assert any("at most 5 ran while others waited" in text for text in document["record"]["warnings"])
 
 
