@@ -27,7 +27,7 @@ from rich.table import Table
 from monitor.http import API_KEY_VARIABLE, parse_url
 from plimsoll import restart_experiment
 from plimsoll.arguments import duration, number, whole
-from plimsoll.experiment_world import MOST_CONCURRENCY, Plan, RealWorld
+from plimsoll.experiment_world import MOST_CONCURRENCY, Plan, RealWorld, add_server_arguments
 from plimsoll.journal import RESTARTS, Journal, journal_path, refuse_unfinished
 from plimsoll.ledger import ledger_path, new_id, read_ledger, who_decides
 from plimsoll.measurement import Load
@@ -233,24 +233,13 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", required=True, metavar="URL", help="the server's base URL")
     parser.add_argument("--restart", required=True, metavar="CMD", help="shell command that restarts the server")
     parser.add_argument("--log", required=True, type=Path, metavar="LOG", help="the server's log")
-    parser.add_argument(
-        "--limit",
-        type=duration(1),
-        default=600.0,
-        metavar="S",
-        help="for the restart, and for readiness (default 10m)",
-    )
-    parser.add_argument("--model", metavar="NAME", help="model name to ask for (default: the server's first)")
-    parser.add_argument("--gpu", default="auto", metavar="G", help="auto, nvml, none, or the URL of a DCGM exporter")
-    parser.add_argument("--by", metavar="WHO", help="who decides (default: user@host)")
+    add_server_arguments(parser)
     parser.add_argument(
         "--reuse-baseline", action="store_true", help="take the baseline from the ledger if it is there"
     )
     parser.add_argument(
         "--concurrency", type=whole(1, 4096), metavar="N", help="requests at once (default: what old and new limit run)"
     )
-    parser.add_argument("--prompt-tokens", type=whole(16, 10_000_000), default=512, metavar="N")
-    parser.add_argument("--output-tokens", type=whole(4, 1_000_000), default=128, metavar="N")
     parser.add_argument("--rounds", type=whole(2, 100), default=3, metavar="N", help="rounds of a level (default: 3)")
     parser.add_argument("--ttft", type=number(0, 3600), metavar="S", help="limit of the median TTFT at the concurrency")
     parser.add_argument("--tpot", type=number(0, 3600), metavar="S", help="limit of the median time per token there")

@@ -3,6 +3,7 @@
 `plimsoll.trial` says which step comes next and `plimsoll.experiment` drives it; here each step is performed.
 """
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -12,10 +13,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from alerts.figures import Comparison, Figure, Figures, Judgement, compare, pool
 from monitor.http import BaseUrl, converse, open_session, parse_url
 from monitor.process import host_memory
 from monitor.sampler import Tick
-from plimsoll.figures import Comparison, Figure, Figures, Judgement, compare, pool
+from plimsoll.arguments import duration, whole
 from plimsoll.ledger import Change, Conclusion, Record, append, ledger_path, new_id, read_ledger, read_record
 from plimsoll.measurement import Answer, Load, Measurement, Meter, Proof, compare_answers, open_meter
 from plimsoll.report import figure
@@ -49,7 +51,7 @@ from serving.startup import FieldCheck, StartupFacts
 from serving.startup import Outcome as FieldOutcome
 from serving.startup import compare as compare_start
 
-__all__ = ["MOST_CONCURRENCY", "Plan", "RealWorld", "settings_hash"]
+__all__ = ["MOST_CONCURRENCY", "Plan", "RealWorld", "add_server_arguments", "settings_hash"]
 
 _KV_SLACK_RATIO: Final = 0.05
 _SETTLE_SECONDS: Final = 60.0
@@ -61,6 +63,22 @@ MOST_CONCURRENCY: Final = 16
 _MEASUREMENTS: Final = 2
 """What seems worse is measured so often before it is believed."""
 _OFFLOAD_KEYS: Final = ("cpu_offload_gb", "cpu_moe_layers")
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every experiment is told of the server, beside where it is and how it is restarted."""
+    parser.add_argument(
+        "--limit",
+        type=duration(1),
+        default=600.0,
+        metavar="S",
+        help="for the restart, and for readiness (default: 10m)",
+    )
+    parser.add_argument("--model", metavar="NAME", help="model name to ask for (default: the server's first)")
+    parser.add_argument("--gpu", default="auto", metavar="G", help="auto, nvml, none, or the URL of a DCGM exporter")
+    parser.add_argument("--by", metavar="WHO", help="who decides (default: user@host)")
+    parser.add_argument("--prompt-tokens", type=whole(16, 10_000_000), default=512, metavar="N")
+    parser.add_argument("--output-tokens", type=whole(4, 1_000_000), default=128, metavar="N")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from alerts.figures import RULES, Comparison, Figure, Figures, Judgement, Trend, compare, rule_of, theil_sen
 from plimsoll.arguments import number, whole
-from plimsoll.figures import RULES, Comparison, Figure, Figures, Judgement, Trend, compare, rule_of, theil_sen
 from plimsoll.report import clean, figure
 from serving.clock import NS, SystemClock
 from serving.errors import ConfigError, RecordError

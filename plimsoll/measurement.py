@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from alerts.figures import Figure, figure_of
 from loadgen.driver_link import ClientHealth, DriverConfig, DriverLink, TimeLimits
 from loadgen.prompts import Calibration, calibrate, question
 from loadgen.tally import prefill_speed, tpot_seconds, ttft_seconds
@@ -28,7 +29,6 @@ from monitor.gpu import gpu_reader
 from monitor.http import BaseUrl, converse, open_session, parse_url
 from monitor.process import ServerProcesses
 from monitor.sampler import Sampler, Tick, target_reader
-from plimsoll.figures import Figure, figure_of
 from serving.clock import NS, SystemClock
 from serving.conversation import Conversation, HttpAnswer, HttpRequest
 from serving.engines import ENGINES, TargetFacts, probe
@@ -165,7 +165,7 @@ class Measurement:
 
     Attributes:
         load: the load.
-        figures: as of `plimsoll.figures.RULES`, speeds with `@N` behind.
+        figures: as of `alerts.figures.RULES`, speeds with `@N` behind.
         outcomes: how requests ended, warm-up included.
         prompt_tokens: the server's count over the counted requests; None when an answer came without one.
         completion_tokens: the same of answers.

@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from alerts.figures import Figure, Figures, figure_of
 from alerts.restart_benefit import METRICS, Cycle, RestartBenefit, Sitting, judge_restarts
 from monitor.http import API_KEY_VARIABLE, open_session, parse_url
 from monitor.sampler import Tick, find_restart
 from plimsoll.arguments import duration, whole
-from plimsoll.experiment_world import MOST_CONCURRENCY, settings_hash
-from plimsoll.figures import Figure, Figures, figure_of
+from plimsoll.experiment_world import MOST_CONCURRENCY, add_server_arguments, settings_hash
 from plimsoll.journal import RESTARTS, Journal
 from plimsoll.ledger import Conclusion, Record, append, ledger_path, new_id, who_decides
 from plimsoll.measurement import Load, Measurement, Meter, open_meter
@@ -515,21 +515,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"judge only this one (repeatable): {', '.join(METRICS)}",
     )
     parser.add_argument("--log", type=Path, metavar="LOG", help="the server's log, to see new starts and deaths in it")
-    parser.add_argument(
-        "--limit",
-        type=duration(1),
-        default=600.0,
-        metavar="S",
-        help="for the restart, and for readiness (default: 10m)",
-    )
-    parser.add_argument("--model", metavar="NAME", help="model name to ask for (default: the server's first)")
-    parser.add_argument("--gpu", default="auto", metavar="G", help="auto, nvml, none, or the URL of a DCGM exporter")
-    parser.add_argument("--by", metavar="WHO", help="who decides (default: user@host)")
+    add_server_arguments(parser)
     parser.add_argument(
         "--concurrency", type=whole(1, 4096), metavar="N", help="requests at once (default: what it runs, up to 16)"
     )
-    parser.add_argument("--prompt-tokens", type=whole(16, 10_000_000), default=512, metavar="N")
-    parser.add_argument("--output-tokens", type=whole(4, 1_000_000), default=128, metavar="N")
     parser.add_argument(
         "--blocks",
         type=whole(1, 100),

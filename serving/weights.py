@@ -22,8 +22,9 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from serving.errors import ConfigError
+from serving.model.config import read_object
 from serving.model.gguf import part_names, read_gguf
-from serving.model.quantization import Quantization, Scheme, read_object, read_quantization
+from serving.model.quantization import Quantization, Scheme, read_quantization
 
 __all__ = ["Level", "WeightFinding", "WeightsCheck", "check_weights"]
 

@@ -1,12 +1,17 @@
 """The keys of one model configuration, asked for by type, with errors that name the file."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from serving.errors import ConfigError
 
-__all__ = ["Config"]
+__all__ = ["Config", "read_object"]
+
+_MAX_BYTES: Final = 2**22
+"""Lists of modules that are not quantised make some configurations long, but not this long."""
 
 _MOST = 2**40
 """Numbers above this one are no sizes of models, and only make figures overflow."""
@@ -115,3 +120,25 @@ class Config:
         if not isinstance(value, list) or len(value) != length or not all(isinstance(item, Mapping) for item in value):
             raise self.error(f"{key} must have an object for each of the {length} layers")
         return [Config(f"{self.where}: {key}[{number}]", item) for number, item in enumerate(value)]
+
+
+def read_object(path: Path, most_bytes: int = _MAX_BYTES) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ConfigError: it cannot be read, is larger than `most_bytes`, or holds something else.
+    """
+    try:
+        with path.open("rb") as file:
+            body = file.read(most_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(body) > most_bytes:
+        raise ConfigError(f"{path}: larger than {most_bytes} bytes, which no such file is")
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON: {str(error)[:200]}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: must be a JSON object")
+    return found

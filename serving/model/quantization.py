@@ -11,7 +11,6 @@ scale of 8 bits) and NVIDIA's description of NVFP4 (blocks of 16 with one scale 
 """
 
 import fnmatch
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -21,11 +20,10 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from serving.errors import ConfigError
-from serving.model.config import Config
+from serving.model.config import Config, read_object
 
-__all__ = ["Quantization", "Scheme", "read_object", "read_quantization"]
+__all__ = ["Quantization", "Scheme", "read_quantization"]
 
-_MAX_BYTES = 2**22
 _PLAIN_BITS: Final[Mapping[str, float]] = MappingProxyType({"bfloat16": 16.0, "float16": 16.0, "float32": 16.0})
 """Bits in a card's memory by the stored type: engines load float32 as 16 bits unless they are told otherwise."""
 
@@ -192,28 +190,6 @@ def _find_block(
         if path.is_file():
             return _read_beside(path), str(path)
     return None, where
-
-
-def read_object(path: Path, most_bytes: int = _MAX_BYTES) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ConfigError: it cannot be read, is larger than `most_bytes`, or holds something else.
-    """
-    try:
-        with path.open("rb") as file:
-            body = file.read(most_bytes + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if len(body) > most_bytes:
-        raise ConfigError(f"{path}: larger than {most_bytes} bytes, which no such file is")
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON: {str(error)[:200]}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: must be a JSON object")
-    return found
 
 
 def _read_beside(path: Path) -> Mapping[str, Any]:

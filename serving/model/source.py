@@ -1,22 +1,19 @@
 """Reads a model's shape from a file, a folder or a name."""
 
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from serving.errors import ConfigError
+from serving.model.config import read_object
 from serving.model.families import shape_of
 from serving.model.gguf import part_names, read_gguf
 from serving.model.gguf_model import shape_of_gguf
 from serving.model.shape import ModelShape
 
 __all__ = ["BUILT_IN_MODELS", "read_model"]
-
-_MAX_BYTES: Final = 2**22
-"""Lists of modules that are not quantised make some configurations long, but not this long."""
 
 
 def read_model(source: str | Path) -> ModelShape:
@@ -47,7 +44,7 @@ def read_model(source: str | Path) -> ModelShape:
     if path.suffix.lower() == ".gguf":
         return shape_of_gguf(read_gguf(path), name=path.stem)
     title = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return shape_of(_read_json(path), name=title, where=str(path), folder=path.parent)
+    return shape_of(read_object(path), name=title, where=str(path), folder=path.parent)
 
 
 def _in_folder(folder: Path) -> Path:
@@ -63,23 +60,6 @@ def _in_folder(folder: Path) -> Path:
         names = ", ".join(path.name for path in files[:5])
         raise ConfigError(f"{folder}: has several GGUF models ({names}); name one of the files")
     return files[0]
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        with path.open("rb") as file:
-            body = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if len(body) > _MAX_BYTES:
-        raise ConfigError(f"{path}: larger than {_MAX_BYTES} bytes; a model's config.json is not")
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: must be a JSON object")
-    return found
 
 
 _BUILT_IN: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(

@@ -626,7 +626,9 @@ def test_files_full_of_anything_raise_nothing(tmp_path_factory, content: bytes) 
         made.write(f"sys/fs/cgroup/{path}", content)
     for path in ("firmware/dmi/tables/DMI", "devices/system/cpu/online", "bus/pci/devices/0000:6a:00.0/max_link_speed"):
         made.write(f"sys/{path}", content)
-    made.read(replace(H200, link=None, processes=(GpuProcess(20, None),)))
+    seen = made.read(replace(H200, link=None, processes=(GpuProcess(20, None),)))
+    assert [card.name for card in seen.cards] == [H200.name]
+    assert seen.memory.total_bytes is None or seen.memory.total_bytes >= 0
 
 
 def test_folders_in_place_of_files_raise_nothing(tmp_path: Path) -> None:

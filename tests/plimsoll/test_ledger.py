@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plimsoll.figures import Comparison, Figure, Judgement, compare, figure_of, theil_sen
+from alerts.figures import Comparison, Figure, Judgement, compare, figure_of, theil_sen
 from plimsoll.ledger import (
     Change,
     Conclusion,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from plimsoll.figures import Figure, Judgement, compare, pool
+from alerts.figures import Figure, Judgement, compare, pool
 
 DECODE = "decode_tokens_per_second@8"
 
