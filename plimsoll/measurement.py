@@ -548,7 +548,9 @@ class Meter:
         return tick
 
     def _other_traffic(self) -> tuple[str, ...]:
-        running = self.ticks[-1].values.get("requests_running", 0.0)
+        running = self.ticks[-1].values.get("requests_running")
+        if running is None:
+            return ("what was running before the measurement is not known",)
         return (f"{running:g} requests of others were running before the measurement",) if running > 0 else ()
 
     async def _prove(self, name: str, workload: Workload, count: int, *, seed: int, limit_seconds: float) -> Proof:

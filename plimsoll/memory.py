@@ -21,7 +21,7 @@ from monitor.process import process_exists
 from monitor.sampler import Tick
 from plimsoll.arguments import whole
 from plimsoll.report import clean
-from plimsoll.witness import MemoryUse, Witness, witness
+from plimsoll.witness import MemoryUse, Witness, others_ran, witness
 from serving.budget import kv_bits
 from serving.clock import Clock, SystemClock
 from serving.engines import ENGINES, TargetFacts, probe
@@ -280,9 +280,7 @@ def conclude(
     notes: list[str] = []
     verdict, reason = "pass", "measured"
     at_rest = seen.memory(idle)
-    foreign = max((tick.values.get("requests_running", 0.0) for tick in seen.ticks), default=0.0) > 1 or any(
-        tick.values.get("requests_running", 0.0) + tick.values.get("requests_waiting", 0.0) > 0 for tick in idle
-    )
+    foreign = others_ran(idle, seen.ticks)
     if failed is not None:
         verdict, reason = "fail", f"a request was not answered: {failed}"
     elif seen.restart is not None:
@@ -293,6 +291,8 @@ def conclude(
         verdict, reason = "inconclusive", elsewhere
     elif foreign:
         verdict, reason = "inconclusive", "other requests ran meanwhile; measure a server without traffic"
+    if foreign is None:
+        notes.append("the server does not tell what runs, so that traffic of others is not excluded")
     growth = _growth(costs) if len(costs) == 2 else None
     if growth is not None and costs[1].completion_tokens == costs[0].completion_tokens:
         growth, verdict, reason = None, "inconclusive", "both answers had the same length; growth cannot be seen"

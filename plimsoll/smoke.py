@@ -11,9 +11,8 @@ from rich.markup import escape
 
 from monitor.http import converse, open_session, parse_url
 from monitor.process import process_exists
-from monitor.sampler import Tick
 from plimsoll.report import clean
-from plimsoll.witness import Witness, witness
+from plimsoll.witness import Witness, others_ran, witness
 from serving.clock import NS, SystemClock
 from serving.engines import ENGINES, probe
 from serving.errors import ConfigError, TargetError
@@ -156,17 +155,9 @@ async def _judge_reach(seen: Witness, begun_ns: int, *, is_preallocated: bool) -
             tick.values,
             moved,
             is_preallocated=is_preallocated,
-            others_ran=_others_ran(head, seen.between(begun_ns)),
+            others_ran=bool(others_ran(head, seen.between(begun_ns))),
             restart=seen.restart,
         )
         # A counter that stands still may be one that is published late.
         if reach.reached is not False or tick.t_ns > deadline_ns:
             return reach
-
-
-def _others_ran(before: list[Tick], since: list[Tick]) -> bool:
-    """Whether any request but ours was seen on the server."""
-    busy = [tick.values.get("requests_running", 0.0) + tick.values.get("requests_waiting", 0.0) for tick in before]
-    return (
-        max(busy, default=0.0) > 0 or max((tick.values.get("requests_running", 0.0) for tick in since), default=0.0) > 1
-    )

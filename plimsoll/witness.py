@@ -16,7 +16,7 @@ from monitor.sampler import ReadTarget, Sampler, Tick, find_restart, target_read
 from serving.clock import Clock
 from serving.engines import ENGINES, TargetFacts
 
-__all__ = ["MemoryUse", "Witness", "witness"]
+__all__ = ["MemoryUse", "Witness", "others_ran", "witness"]
 
 _INTERVAL_SECONDS = 0.1
 """Short, because what is looked at may last a second."""
@@ -99,6 +99,26 @@ class Witness:
             if known and len(known) == len(parts):
                 processes.append(sum(known))
         return MemoryUse({card: fold(used) for card, used in cards.items()}, fold(processes) if processes else None)
+
+
+def others_ran(before: Sequence[Tick], since: Sequence[Tick]) -> bool | None:
+    """Whether any request but ours was seen on the server; None where it does not tell what runs.
+
+    Args:
+        before: samples from when none of ours was under way.
+        since: samples from when at most one of ours was.
+    """
+    idle, busy = (
+        [
+            tick.values["requests_running"] + tick.values.get("requests_waiting", 0.0)
+            for tick in ticks
+            if "requests_running" in tick.values
+        ]
+        for ticks in (before, since)
+    )
+    if not idle and not busy:
+        return None
+    return max(idle, default=0.0) > 0 or max(busy, default=0.0) > 1
 
 
 @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ from child import Child
 from monitor.sampler import Tick
 from plimsoll.cli import main
 from plimsoll.memory import Cost, Estimate, conclude
-from plimsoll.witness import MemoryUse, Witness
+from plimsoll.witness import MemoryUse, Witness, others_ran
 from serving.clock import NS, FakeClock
 from serving.embedded import EmbeddedServer
 from serving.engines import TargetFacts
@@ -155,13 +155,27 @@ def test_each_output_token_fills_one_token_of_a_simulated_pool(capsys):
 def test_a_real_server_fills_its_cache_token_by_token(capsys, tmp_path):
     server = EmbeddedServer.start(log_path=tmp_path / "server.log", cache_dir=tmp_path)
     try:
-        assert main(["memory", server.url, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        long = found["requests"][1]
-        held = long["prompt_tokens"] + long["completion_tokens"]
+        for _ in range(3):  # on a machine that is busy with others, the last samples of an answer may be missed
+            assert main(["memory", server.url, "--json"]) == 0
+            found = json.loads(capsys.readouterr().out)
+            long = found["requests"][1]
+            held = long["prompt_tokens"] + long["completion_tokens"]
+            if long["kv_tokens"] is not None and long["kv_tokens"] >= 0.8 * held:
+                break
         assert 0.8 * held <= long["kv_tokens"] <= held + 1
         assert found["idle"]["process_anonymous_memory_bytes"] > 10 * MIB
         assert main(["smoke", server.url]) == 0
         assert "generation_tokens_total grew by 8" in capsys.readouterr().out
     finally:
         server.stop()
+
+
+def test_a_server_that_does_not_tell_what_runs_is_not_taken_for_idle():
+    found = concluded([cost(100, gpu=0.0, kv_tokens=110), cost(300, gpu=0.0, kv_tokens=310)], ticks=[tick(1, gpu=1.0)])
+    assert any("not excluded" in note for note in found["notes"])
+    known = [tick(0, gpu=1.0, requests_running=0.0)]
+    found = concluded([cost(100, gpu=0.0, kv_tokens=110), cost(300, gpu=0.0, kv_tokens=310)], idle=known)
+    assert not any("not excluded" in note for note in found["notes"])
+    assert others_ran([], []) is None
+    assert others_ran(known, [tick(1, requests_running=1.0)]) is False
+    assert others_ran(known, [tick(1, requests_running=1.0, requests_waiting=1.0)]) is True
